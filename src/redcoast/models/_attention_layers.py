@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ._base_config import HeadSizes, LayerSizes
 from ._basic import normal, ones, output_scale, small_normal, zeros
 from ._by_layer import StackedLayers
 
@@ -27,7 +28,13 @@ class AttentionLayers(StackedLayers):
     bo: Float[Array, "layers width"] | None
 
     def __init__(
-        self, config: Any, weights: Weights, *, biases: str, norm: bool = True, shift: bool = False
+        self,
+        config: LayerSizes,
+        weights: Weights,
+        *,
+        biases: str,
+        norm: bool = True,
+        shift: bool = False,
     ):
         """`weights` are the initial projections to queries, keys and values, and of outputs.
         `biases` has the letters of those that have biases, such as `"qkvo"`. `norm` and `shift` are
@@ -58,7 +65,7 @@ def initial_attention(config: Any, keys: Iterable[PRNGKeyArray]) -> Weights:
 
 
 def sample_attention(
-    config: Any,
+    config: HeadSizes,
     keys: Iterable[PRNGKeyArray],
     sample: Callable[..., Array] = small_normal,
     out_scale: float = 1.0,

@@ -79,7 +79,7 @@ def _in_words(declared) -> str:
     return _WORDS.get(declared) or f"a {declared.__name__}"
 
 
-def check_multiple(config: Any, name: str, divisor: str) -> None:
+def check_multiple(config: object, name: str, divisor: str) -> None:
     """Raises if a field is not a multiple of another one, which may be None."""
     size, part = getattr(config, name), getattr(config, divisor)
     if part is not None and size % part:
@@ -89,7 +89,7 @@ def check_multiple(config: Any, name: str, divisor: str) -> None:
         )
 
 
-def check_even(config: Any, *names: str) -> None:
+def check_even(config: object, *names: str) -> None:
     for name in names:
         if (size := getattr(config, name)) % 2:
             raise ValueError(f"`{name}` must be even, but is {size}{where(config)}.")

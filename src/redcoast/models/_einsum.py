@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._low_rank import AbstractLowRank
 from ..core._target import sequence_parts, target
@@ -196,30 +196,30 @@ class Projections(eqx.Module):
         self.bo = zeros(stream, when=biased)
 
 
-def queries(layer: Any, x: HiddenStates) -> Float[Array, "batch seq heads k"]:
+def queries(layer: PyTree, x: HiddenStates) -> Float[Array, "batch seq heads k"]:
     return product("bsd,dhk->bshk", x, layer.wq, layer.bq)
 
 
 def keys_values(
-    layer: Any, x: Float[Array, "batch seq in_width"]
+    layer: PyTree, x: Float[Array, "batch seq in_width"]
 ) -> tuple[Float[Array, "batch seq heads k"], Float[Array, "batch seq heads k"]]:
     k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
     return k, product("bsd,dhk->bshk", x, layer.wv, layer.bv)
 
 
-def outputs(layer: Any, x: Float[Array, "batch seq heads k"]) -> HiddenStates:
+def outputs(layer: PyTree, x: Float[Array, "batch seq heads k"]) -> HiddenStates:
     """Projects the outputs of all heads to the residual stream."""
     return product("bshk,hkd->bsd", x, layer.wo, layer.bo)
 
 
-def feed_forward(layer: Any, x: HiddenStates, activation: str) -> HiddenStates:
+def feed_forward(layer: PyTree, x: HiddenStates, activation: str) -> HiddenStates:
     """Computes the feed-forward network of one layer."""
     # (batch, seq, hidden)
     x = ACTIVATIONS[activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
     return product("bsh,hd->bsd", x, layer.down, layer.down_bias)
 
 
-def gated_feed_forward(layer: Any, x: HiddenStates, activation: str) -> HiddenStates:
+def gated_feed_forward(layer: PyTree, x: HiddenStates, activation: str) -> HiddenStates:
     """Computes the gated feed-forward network of one layer (Shazeer, 2020,
     <https://arxiv.org/abs/2002.05202>)."""
     gate = product("bsd,dh->bsh", x, layer.gate)  # (batch, seq, hidden)

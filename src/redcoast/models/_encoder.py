@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ._attention import Visible, attend
 from ._attention_layers import AttentionLayers, sample_attention
@@ -60,7 +60,7 @@ class EncoderLayers(AttentionLayers):
 
 
 def attention_output(
-    layer: Any,
+    layer: PyTree,
     q: Float[Array, "batch queries heads k"],
     kv: Sequence[Float[Array, "batch keys heads k"]],
     visible: Visible,
@@ -76,7 +76,7 @@ def attention_output(
 
 
 def pre_norm_layers(
-    part: Any, x: HiddenStates, visible: Visible, config: Any, key: Key
+    part: PyTree, x: HiddenStates, visible: Visible, config: Any, key: Key
 ) -> HiddenStates:
     """Applies the layers of an encoder with norms before attention and the feed-forward network,
     and the last norm."""
@@ -132,7 +132,7 @@ class CrossLayers(StackedLayers):
         self.down_bias = jnp.zeros(stream)
 
 
-def mlp_output(layer: Any, x: HiddenStates, config: Any, key: Key) -> HiddenStates:
+def mlp_output(layer: PyTree, x: HiddenStates, config: Any, key: Key) -> HiddenStates:
     """Computes the output of one layer's feed-forward network, with dropout of its hidden features,
     to be added to the residual stream."""
     hidden_key, key = split_key(key, 2)

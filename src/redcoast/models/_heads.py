@@ -144,13 +144,13 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     return jax.device_put(new, NamedSharding(leaf.sharding.mesh, P()))
 
 
-def can_untie(model: Any) -> bool:
+def can_untie(model: PyTree) -> bool:
     """Whether the head of a model is its embedding, and can be a separate array."""
     scaled = getattr(model.config, "scaled", False)  # which only tied heads of T5 are
     return getattr(model.config, "tied", False) and not scaled
 
 
-def untie(model: Any) -> Any:
+def untie(model: PyTree) -> PyTree:
     """Returns the same model with `config.tied=False`, and a copy of the embedding as its head."""
     config = dataclasses.replace(model.config, tied=False)
     skeleton = eqx.filter_eval_shape(type(model), config, key=abstract_key())

@@ -3,12 +3,11 @@
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._markers import most_of_rows
 from ._basic import activate_gated, wide
@@ -60,7 +59,7 @@ def mix_experts(
 
 
 def gated_experts(
-    layer: Any, x: Float[Array, "batch experts tokens width"]
+    layer: PyTree, x: Float[Array, "batch experts tokens width"]
 ) -> Float[Array, "batch experts tokens width"]:
     """Applies each expert of a layer, a SwiGLU, to its tokens."""
     gate = product("betd,edh->beth", x, layer.gate)  # (batch, experts, tokens, hidden)

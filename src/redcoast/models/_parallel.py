@@ -2,7 +2,6 @@
 embeddings of some features of each head."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +106,7 @@ class ParallelDecoder(Decoder):
     norm_shift: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     head_bias: Float[Array, " vocab"] | None
-    config: AbstractVar[Any]
+    config: AbstractVar[ParallelConfig]
 
     def __init__(self, config: ParallelConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02. The output projections

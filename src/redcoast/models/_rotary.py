@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -132,7 +132,7 @@ def scaled_angles(
     head_dim: int,
     base: int | float,
     scaling: RopeScaling | Yarn | LongRope | None,
-    dtype: Any,
+    dtype: np.dtype,
     lengths: Int[Array, " batch"] | None = None,
 ) -> Angles:
     """Returns the cosines and sines of the angles at each position, which may be scaled. `lengths`
@@ -187,7 +187,7 @@ def rotary_frequencies(
 
 
 def rotary_angles(
-    positions: Positions, frequencies: Float[np.ndarray, " half"], dtype: Any
+    positions: Positions, frequencies: Float[np.ndarray, " half"], dtype: np.dtype
 ) -> Angles:
     """Returns the cosines and sines of the angles at each position."""
     angles = positions[:, :, None, None].astype(dtype)  # (batch, seq, heads, half)

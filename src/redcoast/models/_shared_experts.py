@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from equinox import AbstractVar
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from ._attention import Visible, as_array, real_tokens
 from ._base_config import DecoderConfig, check_config
@@ -147,13 +147,15 @@ class SharedExpertsDecoder(TableHead, Decoder):
 
     @staticmethod
     @abstractmethod
-    def _make_layers(config: Any, layers: int, *, routed: bool, key: Any) -> SharedExpertsLayers:
+    def _make_layers(
+        config: Any, layers: int, *, routed: bool, key: PRNGKeyArray
+    ) -> SharedExpertsLayers:
         """Returns the initial parameters of some layers."""
 
     @staticmethod
     @abstractmethod
     def _attention(
-        layer: Any,
+        layer: PyTree,
         x: HiddenStates,
         angles: tuple[Array, Array],
         visible: Visible,

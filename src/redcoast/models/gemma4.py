@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ._attention import as_array, attend, real_tokens
 from ._base_config import GroupedConfig, check_config
@@ -293,7 +293,7 @@ class Gemma4(RoutedDecoder):
     def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         return softcap(tied_or_own_head(hidden, self.embed, self.head), self.config.logit_cap)
 
-    def init_cache(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> PyTree:
         c, dtype = self.config, self.embed.dtype
         near, far = c.kinds.count("near"), c.kinds.count("far")
         return Gemma4Cache(
@@ -302,8 +302,8 @@ class Gemma4(RoutedDecoder):
         )
 
     def decode(
-        self, tokens: Tokens, cache: Any, *, mask: Mask | None = None
-    ) -> tuple[HiddenStates, Any]:
+        self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, PyTree]:
         near = admit(cache.near, tokens.shape, mask)
         far = admit(cache.far, tokens.shape, mask)
         view = cached_view(near, tokens.shape[1])

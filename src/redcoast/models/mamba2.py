@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ._attention import as_array, real_tokens
 from ._base_config import DecoderConfig, check_config
@@ -164,7 +164,7 @@ class Mamba2(TableHead, Decoder):
         self.norm = jnp.ones(config.width)
         self.config = config
 
-    def init_cache(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> PyTree:
         """Returns an empty cache for `batch` rows, of any number of tokens."""
         c, dtype = self.config, self.embed.dtype
         state = jnp.zeros((c.layers, batch, c.heads, c.head_size, c.state), wide(dtype))
@@ -172,8 +172,8 @@ class Mamba2(TableHead, Decoder):
         return Mamba2Cache(state, jnp.zeros((c.layers, batch, c.taps - 1, channels), dtype))
 
     def decode(
-        self, tokens: Tokens, cache: Any, *, mask: Mask | None = None
-    ) -> tuple[HiddenStates, Any]:
+        self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, PyTree]:
         return self._run(tokens, mask, _NOTHING, _NOTHING, cache, None)[:2]
 
     def _run_from_start(self, tokens, mask, segments, positions, key):

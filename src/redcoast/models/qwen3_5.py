@@ -5,12 +5,11 @@ import functools as ft
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ._attention import as_array, attend, real_tokens
 from ._base_config import GroupedConfig, RotarySizes, check_config, check_rotary_dim
@@ -265,7 +264,7 @@ class Qwen3_5(TableHead, RoutedDecoder):
         self.norm = jnp.zeros(config.width)
         self.config = config
 
-    def init_cache(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> PyTree:
         c, dtype = self.config, self.embed.dtype
         linear = sum(c.linear)
         attention = empty_cache(c.layers - linear, batch, length, c.kv_heads, c.head_dim, dtype)
@@ -279,8 +278,8 @@ class Qwen3_5(TableHead, RoutedDecoder):
         return Qwen3_5Cache(attention, states)
 
     def decode(
-        self, tokens: Tokens, cache: Any, *, mask: Mask | None = None
-    ) -> tuple[HiddenStates, Any]:
+        self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, PyTree]:
         attention = admit(cache.attention, tokens.shape, mask)
         view = cached_view(attention, tokens.shape[1])
         return self._run(tokens, mask, *view, replace(cache, attention=attention), None)[:2]
@@ -322,7 +321,7 @@ def _norm(x, scale, config):
     return wide_rms_norm(x, scale, config.norm_eps, offset=1)
 
 
-def _attention(layer, x, angles, visible, cache: Any, index, key, c):
+def _attention(layer, x, angles, visible, cache: PyTree, index, key, c):
     q = product("bsd,dhk->bshk", x, layer.wq)  # (batch, seq, heads, head_dim)
     k = product("bsd,dhk->bshk", x, layer.wk)  # (batch, seq, kv_heads, head_dim)
     v = product("bsd,dhk->bshk", x, layer.wv)

@@ -1,7 +1,8 @@
 """Tensors in files, which are read in parts."""
 
 import itertools as it
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -51,6 +52,13 @@ class Source:
     stored: dict[str, Stored]  # its tensors, by name
     table: dict[str, Tensor] | None = None
     generation: Settings | None = None  # the options of its `generation_config.json`, if it has one
+
+
+def bytes_by_dtype(tensors: Iterable[Stored]) -> Counter[np.dtype]:
+    sizes = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.nbytes
+    return sizes
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

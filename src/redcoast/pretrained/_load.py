@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
@@ -23,7 +22,7 @@ from ..core._tracing import abstract_key
 from ..models._quantised_weight import Numbers, QuantisedWeight, quantised_weight
 from ..sharding import infer_shardings
 from ._generation import with_generation
-from ._lazy_tensor import Box, Stored
+from ._lazy_tensor import Box, Stored, bytes_by_dtype
 from ._match import Layout, layout_of, match, needed_shapes
 from ._matrix_roles import matrix_of
 from ._quantised import dequantised
@@ -92,10 +91,8 @@ def load(
     if dtype is None:
         # One dtype for all arrays, because models do not mix dtypes; by the tensors that are used,
         # so that buffers, for example, do not count.
-        sizes = Counter()
-        for x in stored.values():
-            sizes[x.dtype] += x.nbytes
-        dtype = jax.dtypes.canonicalize_dtype(sizes.most_common(1)[0][0])
+        stored_dtype, _ = bytes_by_dtype(stored.values()).most_common(1)[0]
+        dtype = jax.dtypes.canonicalize_dtype(stored_dtype)
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
     places = choose_shardings(abstract, family, config, mesh, shardings)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ._lazy_tensor import Stored, split_box
 from ._registry import hf_names
@@ -43,7 +44,7 @@ class Layout:
     tied: bool = False
 
 
-def layout_of(config: Any) -> Layout:
+def layout_of(config: object) -> Layout:
     """Returns the layout of a model of `redcoast.models`."""
     names = hf_names(config)
     unused = getattr(names, "unused", lambda config: ())
@@ -67,7 +68,7 @@ def _tied_head(config: Any) -> dict[str, str]:
     return {table["head"].name: table["embed"].name}
 
 
-def needed_shapes(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def needed_shapes(layout: Layout, leaves: Mapping[str, PyTree]) -> dict[str, tuple[int, ...]]:
     """Returns the names and shapes of the tensors that the arrays of a model consist of."""
     if odd := layout.table.keys() ^ leaves.keys():
         raise ValueError(
@@ -88,7 +89,7 @@ def match(
     needed: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     where: object,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, Stored]:
     """Finds the stored tensor for each needed one. `settings` are the file's, for messages.
 
@@ -147,7 +148,7 @@ def _way_out(
     layout: Layout,
     stored: Mapping[str, Stored],
     problems: Mapping[str, list[str]],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
 ) -> str:
     """Returns what to do about tensors that do not match, if known."""
     for prefix, origin in _WRAPPERS.items():

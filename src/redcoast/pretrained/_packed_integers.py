@@ -5,10 +5,9 @@ Only the bytes of a part of a weight are read. Products are computed in float32 
 
 import functools as ft
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,9 @@ _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 # The largest tensor that is read whole when a file is opened.
 _MOST_OF_STATE = 2**16
+
+# A tensor of a file, or a function from its dtype to what it becomes.
+StoredOrMake = Stored | Callable[[np.dtype], Stored]
 
 
 class Misfit(ValueError):
@@ -57,12 +59,12 @@ class Blocks:
             out[start - box[0].start : stop - box[0].start] = rows[rest]
 
 
-def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, Any]:
+def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, StoredOrMake]:
     """Replaces `x` and its state (4 bits), or its scales (8 bits), by what reads `x`.
 
     The values are new tensors, as a function from their dtype.
     """
-    read, problems = dict[str, Any](stored), []
+    read, problems = dict[str, StoredOrMake](stored), []
     for name, x in stored.items():
         try:
             if state := next((name + end for end in _STATES if name + end in stored), None):
@@ -121,7 +123,7 @@ def _blocks(name: str, state: str, stored: Mapping[str, Stored]) -> Blocks:
     return Blocks(codes, shape, size, values.astype(np.float32), scales.astype(np.float32))
 
 
-def _rows(name: str, x: Stored, scales: Stored) -> Any:
+def _rows(name: str, x: Stored, scales: Stored) -> Callable[[Box, np.ndarray], None]:
     """Reads rows of 8-bit integers, each of which has a scale, its largest absolute value."""
     if len(x.shape) != 2 or scales.shape != x.shape[:1]:
         raise Misfit(f"{name} of shape {x.shape} has scales of shape {scales.shape}")
@@ -135,10 +137,10 @@ def _rows(name: str, x: Stored, scales: Stored) -> Any:
 
 def of_groups(
     stored: Mapping[str, Stored], quantisation: Settings, where: object
-) -> dict[str, Any]:
+) -> dict[str, StoredOrMake]:
     """Replaces `x.qweight`, `x.qzeros`, `x.scales` and `x.g_idx` of GPTQ and AWQ by what reads
     `x.weight`, as a function from its dtype."""
-    read, problems = dict[str, Any](stored), []
+    read, problems = dict[str, StoredOrMake](stored), []
     for name, weight in stored.items():
         module = name.removesuffix(".qweight")
         if module == name:

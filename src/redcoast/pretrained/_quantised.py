@@ -6,17 +6,15 @@ supported. Other methods are rejected.
 
 import dataclasses
 import functools as ft
-from collections import Counter
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..core._errors import several, short_repr
 from ._dequantise import EXPONENTS, FP8, read_mxfp4, read_scaled
-from ._lazy_tensor import Box, Source, Stored
+from ._lazy_tensor import Box, Source, Stored, bytes_by_dtype
 from ._packed_integers import of_bitsandbytes, of_groups
 from ._settings import Implemented, Settings
 
@@ -111,14 +109,14 @@ def split_quantisation(settings: Settings, where: object) -> tuple[Settings, Set
     )
 
 
-def _method_of(quantisation: Settings) -> Any:
+def _method_of(quantisation: Settings) -> object:
     method = quantisation.get("quant_method")
     if method is None and (quantisation.get("load_in_8bit") or quantisation.get("load_in_4bit")):
         return "bitsandbytes"  # files of its first versions name no method
     return method
 
 
-def _odd_settings(method: Any, quantisation: Settings) -> list[str]:
+def _odd_settings(method: object, quantisation: Settings) -> list[str]:
     """Returns the settings by which a method stores weights in another format than FP8."""
     odd = []
     if not isinstance(method, str):
@@ -155,13 +153,10 @@ def _block_size(quantisation: Settings) -> tuple[int, int] | None:
 
 
 def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:
-    sizes = Counter()
-    for x in stored.values():
-        if x.dtype not in FP8 | EXPONENTS and jnp.issubdtype(x.dtype, np.floating):
-            sizes[x.dtype] += x.nbytes
-    if not sizes:
-        return np.dtype(jnp.bfloat16)
-    return sizes.most_common(1)[0][0]
+    for dtype, _ in bytes_by_dtype(stored.values()).most_common():
+        if dtype not in FP8 | EXPONENTS and jnp.issubdtype(dtype, np.floating):
+            return dtype
+    return np.dtype(jnp.bfloat16)
 
 
 def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> dict[str, Stored]:

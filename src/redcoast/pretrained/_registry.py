@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import equinox as eqx
+
 from .. import models
 from ..core._errors import short_repr
 from ._quantised import split_quantisation
@@ -61,8 +63,8 @@ class Family:
       of several modules.
     """
 
-    model: Any
-    config: Any
+    model: type[eqx.Module]
+    config: type
     hf: ModuleType
     types: tuple[str, ...]  # the values of `model_type` in a `config.json`
 
@@ -100,17 +102,17 @@ _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 _BY_CLASS = {c: family for family in FAMILIES for c in (family.model, family.config)}
 
 
-def family_of(model_or_config: Any) -> Family | None:
+def family_of(model_or_config: object) -> Family | None:
     """Returns the family of a model or of a configuration, or None for any other value."""
     return _BY_CLASS.get(type(model_or_config))
 
 
-def hf_names(config: Any) -> ModuleType:
+def hf_names(config: object) -> ModuleType:
     """Returns the module in `hf` for a configuration of `redcoast.models`."""
     return _BY_CLASS[type(config)].hf
 
 
-def read_config(config_class: Any, settings: Settings) -> Any:
+def read_config(config_class: type, settings: Settings) -> Any:
     """Creates a configuration of a given class from a parsed `config.json`.
 
     Raises `ValueError` that names every unknown setting that might change the results.
@@ -118,7 +120,7 @@ def read_config(config_class: Any, settings: Settings) -> Any:
     return config_class(**_BY_CLASS[config_class].hf.read(settings))
 
 
-def write_config(config: Any) -> Settings:
+def write_config(config: object) -> Settings:
     return hf_names(config).write(config)
 
 

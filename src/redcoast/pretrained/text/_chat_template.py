@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ...core._packages import require_package
 from ...core._read_json import read_json
@@ -103,7 +102,7 @@ def renderer(
     except ValueError as error:
         raise ValueError(f"{path} has a chat template that cannot be used: {error}.") from error
 
-    def render(messages: Any, **variables: Any) -> str:
+    def render(messages: object, **variables: object) -> str:
         return process.render(special | variables | {"messages": messages})
 
     return render

@@ -11,11 +11,13 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Marks around the assistant's words in a rendered text. No other text contains them.
@@ -28,19 +30,19 @@ class Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("mark", [nodes.ContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    def mark(self, context: Any, caller: Callable[[], str]) -> str:
+    def mark(self, context: Context, caller: Callable[[], str]) -> str:
         if context.get("mark_answers"):
             return f"{OPEN}{caller()}{CLOSE}"
         return caller()
 
 
-def compile_template(template: str) -> Any:
+def compile_template(template: str) -> Template:
     """Compiles a template as `transformers` does."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
@@ -50,7 +52,9 @@ def compile_template(template: str) -> Any:
     return environment.from_string(template)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options) -> str:
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, **options
+) -> str:
     # Jinja's own filter escapes HTML characters.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 

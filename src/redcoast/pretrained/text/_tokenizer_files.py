@@ -18,6 +18,8 @@ MOST_BYTES = 2**27  # four times the size of the largest vocabularies, of 262 th
 # A .gguf file names its pre-tokenizer but does not contain its rules.
 _SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # the supported pre-tokenizers
 _CONTROL = 3  # the type of control tokens
+# From a name to a value of the metadata of a .gguf file, or None if it is missing.
+Metadata = Callable[[str], Any]
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -182,7 +184,7 @@ def _plain(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def gguf_special(read: Callable[[str], Any]) -> dict[str, str]:
+def gguf_special(read: Metadata) -> dict[str, str]:
     words = read("tokenizer.ggml.tokens") or []
     special = {}
     for name in ("bos", "eos"):
@@ -232,14 +234,14 @@ def _gguf_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def _added_token(read: Callable[[str], Any], name: str) -> int | None:
+def _added_token(read: Metadata, name: str) -> int | None:
     """The token that is added at an end of each text; None if there is none."""
     if not read(f"tokenizer.ggml.add_{name}_token"):
         return None
     return read(f"tokenizer.ggml.{name}_token_id")
 
 
-def gguf_metadata(path: Path) -> Callable[[str], Any]:
+def gguf_metadata(path: Path) -> Metadata:
     """Returns a function from a name to a value of the metadata, or None if it is missing.
 
     If a model has several files, the first one contains the metadata.

@@ -15,7 +15,7 @@ from ._basic import dropout, layer_norm, look_up, ones, output_scale, split_key,
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._decoder import Decoder, tied_or_own_head
-from ._einsum import feed_forward, outputs, product, queries
+from ._einsum import Projections, feed_forward, outputs, product, queries
 from ._inputs import HiddenStates
 from ._rotary import rotary_angles, rotary_frequencies, rotate, rotate_pairs
 from ._scan_layers import scan_layers
@@ -55,19 +55,9 @@ class ParallelConfig(TokenSizes, DecoderConfig):
             raise ValueError("Without `parallel`, the feed-forward network needs its `mlp_norm`.")
 
 
-class ParallelLayers(StackedLayers):
+class ParallelLayers(Projections, StackedLayers):
     """The parameters of all layers, stacked along their first dimension."""
 
-    norm: Float[Array, "layers width"]
-    norm_shift: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers heads head_dim"] | None
-    bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"] | None
     mlp_norm: Float[Array, "layers width"] | None
     mlp_norm_shift: Float[Array, "layers width"] | None
     up: Float[Array, "layers width hidden"]

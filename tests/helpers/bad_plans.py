@@ -148,6 +148,11 @@ ROWS = {
         ),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), fn=lambda m: m["v"]), KeyError, "v"),
         (
+            lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), accumulate=0),
+            ValueError,
+            "`accumulate` is 0",
+        ),
+        (
             lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), microbatches=0),
             ValueError,
             "`microbatches` is 0",

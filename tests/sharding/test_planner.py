@@ -338,7 +338,7 @@ def test_a_value_with_several_uses_has_its_cotangent_reduced_once():
     assert backward == [2 * 7 * 64 * 512 * 4 // 8]
 
 
-@pytest.mark.parametrize("given", [{"args": (1,)}, {"budget": 1}])
+@pytest.mark.parametrize("given", [{"args": (1,)}, {"budget": 1}, {"accumulate": 2}])
 def test_what_belongs_to_a_function_needs_one(given):
     name = next(iter(given))
     with pytest.raises(ValueError, match=f"`{name}` needs a function.* pass `fn` too"):

@@ -143,7 +143,9 @@ def _lay_out(task: PlanTask, budget: int | None) -> PlanCandidate:
         @ft.cache  # with its activations
         def lay_out(decision: Decision) -> StorageLayout:
             decision = replace(decision, pipeline=task.pipeline)
-            return StorageLayout(decision, stored_in_parts, task.overrides, task.updated)
+            return StorageLayout(
+                decision, stored_in_parts, task.overrides, task.updated, accumulate=task.accumulate
+            )
 
         def excess(decision: Decision) -> int | float:
             return excess_bytes(lay_out(decision), task.memory, state_bytes)

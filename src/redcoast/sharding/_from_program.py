@@ -57,11 +57,13 @@ def plan_flow(
     updated: Mapping[int, int],
     sequence: bool,
     microbatches: int | None = None,
+    accumulate: int = 1,
 ) -> PlannedProgram:
     """Plans the sharding of a model and of the computation in `fn(model, *args)`.
 
     `state_bytes` are those of the optimizer's state, and `updated` those that it updates element by
-    element, by the place of the parameter.
+    element, by the place of the parameter. `accumulate` is the number of calls of `fn` whose
+    gradients a step adds up.
     """
     axes = dict(mesh.shape)
     leaves = flat_leaves(model)
@@ -89,7 +91,7 @@ def plan_flow(
             ) from error.__cause__
 
     program = follow()
-    task = PlanTask(program, axes, specs, hardware, state_bytes, updated, sequence)
+    task = PlanTask(program, axes, specs, hardware, state_bytes, updated, sequence, accumulate)
     if axes.get(PIPE, 1) > 1 and program.traced.trains:
         # A pipeline divides a batch by rows alone.
         task = replace(task, pipeline=find_pipeline(BATCH_AXES))

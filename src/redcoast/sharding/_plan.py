@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
-from ..core._errors import check_flag, check_kind, check_number
+from ..core._errors import check_flag, check_integer, check_kind, check_number
 from ..core._frames import hide_frames
 from ..core._tracing import collection_paused, traced_over
 from ._plan_arguments import (
@@ -338,6 +338,7 @@ def plan_shardings(
     sequence: bool = False,
     microbatches: int | None = None,
     memory: int | float | Literal["auto"] | None = None,
+    accumulate: int = 1,
 ) -> Plan:
     """Plans how to shard the arrays of a tree over a mesh, with the reason for each.
 
@@ -383,6 +384,8 @@ def plan_shardings(
         arithmetic by an estimate. If that is not enough, GPUs and TPUs keep the optimizer's
         state in the memory of the host. `"auto"` is 85 % of the memory that the devices report, or
         of `Hardware.memory`; without either, and by default, nothing is recomputed.
+    - `accumulate`: In how many microbatches, each like `args`, a step adds up gradients, as
+        [`redcoast.train_step`][] does.
 
     **Returns:**
 
@@ -421,11 +424,13 @@ def plan_shardings(
     if budget is not None:
         check_number("budget", budget, above=0)
     check_memory(memory)
+    accumulate = check_integer("accumulate", accumulate)
     about_program = {
         "args": bool(args),
         "budget": budget is not None,
         "microbatches": microbatches is not None,
         "memory": memory is not None,
+        "accumulate": accumulate > 1,
         "sequence": sequence,
         "hardware": hardware is not None,
         "trainable": trainable is not eqx.is_inexact_array,
@@ -464,6 +469,7 @@ def plan_shardings(
         updated=updated,
         sequence=sequence,
         microbatches=microbatches,
+        accumulate=accumulate,
     )
     limit = memory_limit(memory, hardware)
     # The function may refer to axes of the ambient mesh, which are Explicit outside. Its derivative

@@ -128,6 +128,7 @@ def plan_step(
         sequence=sequence,
         microbatches=microbatches,
         memory=memory,
+        accumulate=accumulate,
     )
     if optimizer is None:
         return plan

@@ -40,7 +40,8 @@ class StorageLayout:
 
     Arrays that are `stored_in_parts` are sharded whatever that costs, but over `fsdp` alone if they
     are `replicated` over `model`. `overrides` are the specs that a user has decided. `updated` are
-    the arrays that an optimizer updates element by element, with the bytes of its state for each.
+    the arrays that an optimizer updates element by element, with the bytes of its state for each. A
+    step adds up the gradients of `accumulate` runs of the program.
     """
 
     decision: Decision
@@ -48,6 +49,7 @@ class StorageLayout:
     overrides: Mapping[int, P]
     updated: Mapping[int, int] = field(default_factory=dict)
     replicated: frozenset[int] = frozenset()
+    accumulate: int = 1
 
     @cached_property
     def specs(self) -> list[P]:

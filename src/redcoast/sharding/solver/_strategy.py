@@ -25,7 +25,8 @@ from ._hardware import DEFAULT_MEMORY, Hardware, all_gather
 class PlanTask:
     """What is planned; `overrides` are the specs that a user decided, by the place of an array.
 
-    Memory is estimated for what one stage of a `pipeline` runs.
+    The step adds up the gradients of `accumulate` runs of the program. Memory is estimated for what
+    one stage of a `pipeline` runs.
     """
 
     program: Program
@@ -35,6 +36,7 @@ class PlanTask:
     state_bytes: int
     updated: Mapping[int, int]  # as in a `StorageLayout`
     splits_sequence: bool = False  # between the tensor-parallel parts
+    accumulate: int = 1
     pipeline: Pipeline | None = None
 
     @property

@@ -104,6 +104,27 @@ def local_steps(model, x, key):
     return jnp.mean((jnp.mean(jax.vmap(train)(x), 0) - jax.lax.stop_gradient(model)) ** 2)
 
 
+def averaged(model, x, key):
+    """As above, compared with the weights themselves, which are read again after the loop."""
+
+    def train(x):
+        error = lambda w: jnp.mean((x @ w) ** 2)
+        step = lambda w, _: (w - 0.1 * jax.grad(error)(w), None)
+        return jax.lax.scan(step, jax.lax.stop_gradient(model), None, 4)[0]
+
+    return jnp.mean((model - jnp.mean(jax.vmap(train)(x), 0)) ** 2)
+
+
+def adapted(model, x, key):
+    """The loss after a gradient step of each example, with a sum over devices for each use."""
+
+    def task(x):
+        error = lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+        return error([p - 0.1 * g for p, g in zip(model, jax.grad(error)(model), strict=True)])
+
+    return jnp.mean(jax.vmap(task)(x))
+
+
 def depthwise(model, x, key):
     """The compiler computes the gradient of all channels with all others."""
     spaces = ("NHWC", "HWIO", "NHWC")
@@ -134,6 +155,8 @@ CASES = {
         {"data": 1, "fsdp": 8},
     ),
     "local steps": (local_steps, array(64, 512), array(8, 32, 64), {}),
+    "averaged, FSDP": (averaged, array(256, 512), array(8, 32, 256), {"data": 1, "fsdp": 8}),
+    "adapted": (adapted, [array(256, 512), array(512, 256)], array(8, 4, 256), {}),
     "depthwise": (depthwise, array(7, 7, 1, 64), array(16, 8, 8, 64), {}),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
 }

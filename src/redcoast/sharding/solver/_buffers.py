@@ -135,7 +135,9 @@ class Timeline:
     now: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     spikes: dict[int, Peak] = field(default_factory=dict)
+    # Arrays of the model whose gradient has been written, and whether no sum is to come.
     summed: set[ModelArray] = field(default_factory=set)
+    complete: set[ModelArray] = field(default_factory=set)
     # Of values that were fused at first and are written later: their roots, and their own buffer.
     fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
     # The roots of values that are computed from one buffer, and are not what it contains.
@@ -235,11 +237,20 @@ class Timeline:
     def add_gradient(
         self, parameter: ModelArray, source: Source = (), *, summed: bool = False
     ) -> None:
-        """Writes the gradient of an array of the model, once. It may be `summed` already."""
-        if parameter in self.summed or not max(parameter.gradient, parameter.local):
+        """Writes the gradient of an array of the model. It may be `summed` already.
+
+        The cotangents of several uses are added up in one buffer, but on CPUs, where each is summed
+        over devices by itself.
+        """
+        if not max(parameter.gradient, parameter.local):
             return
+        if parameter in self.summed:
+            if self.compiler != "cpu" or parameter in self.complete or not parameter.local:
+                return
+            parameter = parameter.part(1.0)  # whose sum is added to the gradient
         self.summed.add(parameter)
         if summed or not parameter.local:
+            self.complete.add(parameter)
             self.write(parameter.gradient, ()).is_gradient = True
             return
         buffer = self.write(parameter.local, source or parameter.first_use)
@@ -269,7 +280,8 @@ class Timeline:
     def finish(self, parameters: Sequence[ModelArray]) -> None:
         """Writes the gradients that are left; all are results."""
         for parameter in parameters:
-            self.add_gradient(parameter)
+            if parameter not in self.summed:
+                self.add_gradient(parameter)
         self.sum_gradients()
         self.now += 1
         for buffer in self.buffers:

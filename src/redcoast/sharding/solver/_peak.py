@@ -268,7 +268,9 @@ class _Run:
         self.operations.write_results(step)
         self.time.now += 1
         for var, atom in zip(step.equation.outvars, carry, strict=False):
-            if not any(root.given for root in frame.of(atom)):
+            # Arguments and gathered arrays are copied, since others read them too.
+            is_copied = any(root.given or root.stored_in for root in frame.of(atom))
+            if not is_copied:
                 # The last iteration writes where the first one read.
                 (buffer,) = frame.of(var)
                 buffer.born = buffer.last = self.time.now

@@ -5,6 +5,7 @@ Calls that change nothing, as of a function under `jax.jit`, are replaced by wha
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from math import prod
 
@@ -31,7 +32,7 @@ SizeOf = Callable[[Value], int | float]
 
 # Only the ratios of speeds decide what is recomputed, and they differ little between devices.
 _DEVICE = Hardware()
-# The part of their memory traffic that operations cost which XLA fuses into what is beside them.
+# The part of the memory traffic of an operation that it costs if XLA fuses it into others.
 _FUSED_TRAFFIC = 0.005
 # The derivative is computed from the operands and the result.
 _FROM_BOTH = (CUMULATIVE - {"cumsum"}) | {"pow", "reduce_max", "reduce_min", "reduce_prod", "rsqrt"}
@@ -224,8 +225,7 @@ def _numbered(atoms: Sequence[Var | Literal], names: dict[Var, Atom]) -> list[At
 def _needs(scope: Scope, index: int, flow: ControlFlow | None, step: FlatStep) -> list[int]:
     """The values that the derivative of a step needs."""
     equation, rule = scope.jaxpr.eqns[index], scope.rules.get(index)
-    values = map(scope.value_of, equation.invars)
-    varied = [value is not None and value.grad for value in values]
+    varied = list(map(scope.varies, equation.invars))
     if flow is None and rule is not None and is_linear(rule, varied):
         return _values_in(compress(step.inputs, fixed_operands(rule, varied)))
     name = primitive_name(equation)
@@ -267,8 +267,9 @@ def cost_of_equation(scope: Scope, index: int, size_of: SizeOf) -> tuple[float, 
             traffic *= _FUSED_TRAFFIC
         return traffic / _DEVICE.memory_bandwidth, 0.0
     # The numbers of devices that the operands and the result are split over.
-    of_operands = max([_devices(value, size_of) for value in operands], default=1.0)
-    of_result = _devices(results[0], size_of)
+    devices = partial(_devices, size_of=size_of)
+    of_operands = max(map(devices, operands), default=1.0)
+    of_result = devices(results[0])
     flops = 2.0 * count / max(of_operands, of_result)
     seconds = flops / _DEVICE.flops
     if of_operands > of_result:

@@ -14,9 +14,9 @@ from ...core._control_flow import consts_of, open_jaxpr
 from ...core._jaxpr import as_traced, at_line_of, bind_again, evaluate_jaxpr
 from ..program._remat import KeepAllBut, gather_of
 from ..program._trace import Arrays
-from ._blocks import StepBlock
-from ._choices import BlockChoice, BlockChoices
+from ._block_policies import BlockPolicies, BlockPolicy
 from ._flat import Flat, FlatLoop, FlatStep
+from ._partition import StepBlock
 
 # The name by which `jax.checkpoint` knows what is kept.
 KEPT = "redcoast.kept"
@@ -45,7 +45,7 @@ class _OfGroup:
 
 def run_chosen(
     flat: Flat,
-    chosen: BlockChoices,
+    chosen: BlockPolicies,
     inputs: Sequence[object],
     *,
     prevent_cse: bool = True,
@@ -59,16 +59,16 @@ def run_chosen(
     values: _Values = dict(zip(flat.inputs, inputs, strict=True))
     values.update(flat.constants)
     run = _Run(flat, prevent_cse)
-    for block, choice in chosen:
+    for block, block_policy in chosen:
         step = block.steps[0]
-        if block.loop is not None and choice.inner:
-            results = _run_loop(step, block.loop, choice.inner, values)
+        if block.loop is not None and block_policy.inner:
+            results = _run_loop(step, block.loop, block_policy.inner, values)
             values.update(zip(step.outputs, results, strict=True))
-        elif choice.recomputes:
-            run.again(block, choice, values, _POLICY)
+        elif block_policy.recomputes:
+            run.again(block, block_policy, values, _POLICY)
         elif policy is not None and any(step.needs for step in block.steps):
             # A loop would keep the gathered weights of all layers.
-            run.again(block, choice, values, policy)
+            run.again(block, block_policy, values, policy)
         else:
             for step in block.steps:
                 _run_step(step, values)
@@ -91,7 +91,7 @@ class _Run:
     def again(
         self,
         block: StepBlock,
-        choice: BlockChoice,
+        block_policy: BlockPolicy,
         values: _Values,
         policy: Callable[..., bool],
     ) -> None:
@@ -115,7 +115,7 @@ class _Run:
             for step in own:
                 _run_step(step, local)
             for step in block.steps:
-                _run_keeping(step, choice, local)
+                _run_keeping(step, block_policy, local)
             return list(map(local.__getitem__, block.outputs)), passed
 
         run_again = jax.checkpoint(run, policy=policy, prevent_cse=self.prevent_cse)
@@ -146,9 +146,9 @@ class _Run:
         steps[step] = None
 
 
-def _run_keeping(step: FlatStep, choice: BlockChoice, values: _Values) -> None:
+def _run_keeping(step: FlatStep, block_policy: BlockPolicy, values: _Values) -> None:
     """Runs a step of a block that is computed again, and names what is kept of its results."""
-    kept = choice.kept.intersection(step.outputs)
+    kept = block_policy.kept.intersection(step.outputs)
     if kept and step.uses_result:
         (number,) = step.outputs
         operands = _operands(step, values)
@@ -207,7 +207,7 @@ def _run_step(step: FlatStep, values: _Values) -> None:
 
 
 def _run_loop(
-    step: FlatStep, loop: FlatLoop, turns: Sequence[BlockChoices], values: _Values
+    step: FlatStep, loop: FlatLoop, turns: Sequence[BlockPolicies], values: _Values
 ) -> Arrays:
     """Runs a loop whose iterations keep in turn what was chosen."""
     scan, body, period = loop.scan, loop.body, len(turns)

@@ -4,14 +4,14 @@ from collections import Counter
 
 from ...core._control_flow import primitive_name
 from ...core._frames import own_line
-from ._choices import BlockChoices
+from ._block_policies import BlockPolicies
 from ._flat import FlatStep
 
 _SHOWN, _NAMED = 5, 4  # lines, and operations of each
 _LIBRARIES = "code of libraries"
 
 
-def recomputed_lines(chosen: BlockChoices) -> tuple[str, ...]:
+def recomputed_lines(chosen: BlockPolicies) -> tuple[str, ...]:
     """The lines whose results are computed again, the costliest first, such as
     `model.py:12: dot_general, exp`."""
     seconds: Counter[str] = Counter()
@@ -30,20 +30,20 @@ def recomputed_lines(chosen: BlockChoices) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _steps_again(chosen: BlockChoices) -> list[tuple[FlatStep, int]]:
+def _steps_again(chosen: BlockPolicies) -> list[tuple[FlatStep, int]]:
     """The steps that are computed again, and how often."""
     again: list[tuple[FlatStep, int]] = []
-    for block, choice in chosen:
+    for block, policy in chosen:
         if block.loop is not None:
-            for chosen_of_turn in choice.inner:
-                times = block.loop.scan.length // len(choice.inner)
+            for chosen_of_turn in policy.inner:
+                times = block.loop.scan.length // len(policy.inner)
                 for step, many in _steps_again(chosen_of_turn):
                     again.append((step, many * times))
-        elif choice.recomputes:
+        elif policy.recomputes:
             # What is needed, and not kept, is computed, and what that is computed from.
             wanted = block.needs
             for step in reversed(block.steps):
-                if step.hides or not (wanted - choice.kept).isdisjoint(step.outputs):
+                if step.hides or not (wanted - policy.kept).isdisjoint(step.outputs):
                     again.append((step, 1))
                     wanted.update(step.reads)
     return again

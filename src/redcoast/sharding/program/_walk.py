@@ -62,6 +62,10 @@ class Scope:
             return None
         return self.values[atom]
 
+    def varies(self, atom: Atom) -> bool:
+        """Whether the loss is differentiated by this value."""
+        return not isinstance(atom, Literal) and self.values[atom].grad
+
 
 Walked = tuple[list[Value], list[Scope]]  # the results of an equation, and the scopes inside it
 

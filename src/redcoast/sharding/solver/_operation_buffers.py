@@ -155,8 +155,7 @@ class OperationBuffers:
     def differentiate(self, step: PeakStep, results: Sequence[Cotangent]) -> list[Cotangent]:
         """Runs the derivative of an operation; returns the cotangents of its operands."""
         equation, scope = step.equation, step.frame.scope
-        operands = list(map(scope.value_of, equation.invars))
-        varied = [value is not None and value.grad for value in operands]
+        varied = list(map(scope.varies, equation.invars))
         residuals = self._residuals(step, varied)
         read: list[Roots] = []
         for size in residuals.sizes(scope, self.time.size_of):

@@ -42,8 +42,7 @@ _known: WeakKeyDictionary[Jaxpr, _OfJaxpr] = WeakKeyDictionary()
 def residuals_in(scope: Scope, index: int) -> Residuals | None:
     """What is kept of an equation for its derivative; None where that is not known."""
     equation, rule = scope.jaxpr.eqns[index], scope.rules.get(index)
-    operands = map(scope.value_of, equation.invars)
-    varied = tuple(value is not None and value.grad for value in operands)
+    varied = tuple(map(scope.varies, equation.invars))
     if rule is not None and is_linear(rule, varied):
         return Residuals(list(compress(equation.invars, fixed_operands(rule, varied))))
     flow = control_flow(equation)

@@ -1,4 +1,4 @@
-"""Divides the steps of a program into blocks between which little has to be kept.
+"""Partitions the steps of a program into blocks between which little has to be kept.
 
 What crosses from one block to a later one is kept for the backward pass. A block is computed again
 as a whole, and then needs memory for what its derivatives need.
@@ -14,25 +14,29 @@ from ._flat import Flat, FlatLoop, FlatStep
 
 # Where a program can be cut: so many places at most, which bounds the time to find the cuts.
 _MOST_PLACES = 400
-# How much more a byte costs for which there is no room than one that is kept.
-_NO_ROOM = 1e3
+# How much more a byte above the limit costs than one that is kept.
+_ABOVE_LIMIT = 1e3
 
 
 @dataclass(frozen=True)
 class StepBlock:
-    """Steps in a row. `alone` is whether it is one loop, or cannot run again.
+    """Steps in a row.
 
     `inputs` are the values from before that it reads, `outputs` those that are used after it.
     """
 
     steps: Sequence[FlatStep]
-    alone: bool
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     @property
+    def is_one_step(self) -> bool:
+        """Whether it is a loop that is partitioned itself, or a step that cannot run again."""
+        return _is_own_block(self.steps[0])
+
+    @property
     def loop(self) -> FlatLoop | None:
-        """The loop that is divided itself, if the block is one."""
+        """The loop that is partitioned itself, if the block is one."""
         return self.steps[0].loop
 
     @property
@@ -42,6 +46,11 @@ class StepBlock:
         for step in self.steps:
             written += step.outputs
         return written
+
+    @property
+    def seconds(self) -> list[float]:
+        """What each of its steps takes."""
+        return [step.seconds for step in self.steps]
 
     @property
     def needs(self) -> set[int]:
@@ -67,38 +76,37 @@ def bytes_for_derivatives(flat: Flat) -> float:
     return total + flat.bytes_of(written & needed)
 
 
-def divide(flat: Flat, room: float) -> list[StepBlock]:
-    """The blocks that keep fewest bytes between them, each of which needs at most `room` bytes.
+def partition(flat: Flat, limit: float) -> list[StepBlock]:
+    """The blocks that keep fewest bytes between them, each of which needs at most `limit` bytes.
 
-    A block that cannot be divided may need more.
+    A block that cannot be partitioned may need more.
     """
-    places = _Places(flat)
-    blocks: list[StepBlock] = []
-    for start, stop in pairwise(places.cuts(room)):
-        blocks.append(places.block(start, stop))
-    return blocks
+    program = _Cuts(flat)
+    cuts = program.places(limit)
+    return list(map(program.block, cuts, cuts[1:]))
 
 
-class _Places:
-    """The places between the steps of a program, and the values that cross them."""
+class _Cuts:
+    """Where a program can be cut: place `n` is before step `n`. Values that are written before a
+    place and read after it cross it."""
 
     def __init__(self, flat: Flat):
         self.flat = flat
         count = len(flat.steps)
-        self.made: dict[int, int] = {}  # the step that writes a value
-        self.used: dict[int, int] = {}  # the last step that reads it
+        self.writer: dict[int, int] = {}  # the step that writes each value
+        self.last_reader: dict[int, int] = {}  # the last step that reads it
         needed: set[int] = set()
         for index, step in enumerate(flat.steps):
-            self.made.update(dict.fromkeys(step.outputs, index))
-            self.used.update(dict.fromkeys(step.reads, index))
+            self.writer.update(dict.fromkeys(step.outputs, index))
+            self.last_reader.update(dict.fromkeys(step.reads, index))
             needed |= step.needs
         for atom in flat.outputs:
             if isinstance(atom, int):
-                self.used[atom] = count
+                self.last_reader[atom] = count
         # The bytes for derivatives that are written before each place.
         written = np.zeros(count + 1)
-        for number in needed & self.made.keys():
-            written[1 + self.made[number]] += flat.sizes[number]
+        for number in needed & self.writer.keys():
+            written[1 + self.writer[number]] += flat.sizes[number]
         self.written = np.cumsum(written)
 
     def block(self, start: int, stop: int) -> StepBlock:
@@ -107,28 +115,28 @@ class _Places:
         outputs: list[int] = []
         for step in steps:
             for number in step.reads:
-                if self.made.get(number, -1) < start:
+                if self.writer.get(number, -1) < start:
                     inputs[number] = None
             for number in step.outputs:
-                if self.used.get(number, -1) >= stop:
+                if self.last_reader.get(number, -1) >= stop:
                     outputs.append(number)
-        return StepBlock(steps, _is_alone(steps[0]), tuple(inputs), tuple(outputs))
+        return StepBlock(steps, tuple(inputs), tuple(outputs))
 
-    def cuts(self, room: float) -> list[int]:
+    def places(self, limit: float) -> list[int]:
         """The places of the cuts, the first and the last place included."""
         count = len(self.flat.steps)
         forced: set[int] = {0, count}
         for index, step in enumerate(self.flat.steps):
-            if _is_alone(step):
+            if _is_own_block(step):
                 forced |= {index, index + 1}
         cuts = [0]
         for start, stop in pairwise(sorted(forced)):
-            cuts += self._between(start, stop, room)
+            cuts += self._between(start, stop, limit)
         return cuts
 
-    def _between(self, start: int, stop: int, room: float) -> list[int]:
+    def _between(self, start: int, stop: int, limit: float) -> list[int]:
         """The cuts after `start`, up to `stop`, with the least bytes that cross them."""
-        if self.written[stop] - self.written[start] <= room or stop - start == 1:
+        if self.written[stop] - self.written[start] <= limit or stop - start == 1:
             return [stop]
         places = self._candidates(start, stop)
         crossing = self._newly_crossing(places)
@@ -139,9 +147,9 @@ class _Places:
         least[0] = 0.0
         before = np.zeros(len(places), int)
         for at in range(1, len(places)):
-            # What has more than there is room for is only taken where nothing else can be.
-            excess = np.maximum(of_block[:at, at] - room, 0.0)
-            costs = least[:at] + crossing[:at, at] + _NO_ROOM * excess
+            # What needs more than the limit is only taken where nothing else can be.
+            excess = np.maximum(of_block[:at, at] - limit, 0.0)
+            costs = least[:at] + crossing[:at, at] + _ABOVE_LIMIT * excess
             before[at] = np.argmin(costs)
             least[at] = costs[before[at]]
         cuts, at = [], len(places) - 1
@@ -153,8 +161,8 @@ class _Places:
     def _candidates(self, start: int, stop: int) -> np.ndarray:
         """Places that fewer bytes cross than the places beside them."""
         change = np.zeros(len(self.flat.steps) + 2)
-        for number, index in self.made.items():
-            last = self.used.get(number, index)
+        for number, index in self.writer.items():
+            last = self.last_reader.get(number, index)
             change[index + 1] += self.flat.sizes[number]
             change[last + 1] -= self.flat.sizes[number]
         crossing = np.cumsum(change)[start : stop + 1]
@@ -171,13 +179,13 @@ class _Places:
         count = len(places)
         result = np.zeros((count, count))
         # Of each value: (values,)
-        made = np.fromiter(self.made.values(), int)
-        used = np.array([self.used.get(number, -1) for number in self.made], int)
-        sizes = np.array([self.flat.sizes[number] for number in self.made])
+        numbers, writers = np.array(list(self.writer.items())).T
+        readers = np.array([self.last_reader.get(number, -1) for number in self.writer], int)
+        sizes = np.array(self.flat.sizes)[numbers]
         # The value crosses what lies behind its step.
-        first = np.searchsorted(places, made, side="right")
+        first = np.searchsorted(places, writers, side="right")
         for at in range(count):
-            alive = (made < places[at]) & (used >= places[at])
+            alive = (writers < places[at]) & (readers >= places[at])
             written = np.bincount(first[alive], sizes[alive], minlength=count + 1)
             # Of the values that are alive here, those that were written after each place.
             after = np.cumsum(written[::-1])[::-1]
@@ -185,5 +193,5 @@ class _Places:
         return result
 
 
-def _is_alone(step: FlatStep) -> bool:
+def _is_own_block(step: FlatStep) -> bool:
     return step.loop is not None or step.is_bare

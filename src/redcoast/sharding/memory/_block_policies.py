@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ._blocks import StepBlock
 from ._flat import Flat
 from ._min_cut import choose_kept
+from ._partition import StepBlock
 
 _HALVINGS = 4  # of the interval between what costs least time and what keeps fewest bytes
 _DEAREST = 4  # steps of a block that are excepted from recomputation one by one
@@ -13,17 +13,17 @@ _EXCEPTIONS = 32  # exceptions that are tried in a block
 _WORTH_TRYING = 0.01  # the part of a block's time that a step takes at least to be excepted
 _LARGE = 400  # steps of a block in which no exceptions are tried
 _CHEAP, _DEAR = 1e-3, 1e3  # the first and the last price, by the mean one
-_MOST_CHOICES = 48
+_MOST_POLICIES = 48
 
 
 @dataclass(frozen=True)
-class BlockChoice:
-    """What a block keeps.
+class BlockPolicy:
+    """What a block keeps for the backward pass.
 
     - `recomputes`: whether the block is computed again; if not, the compiler keeps what it needs.
     - `kept`: the values that are kept, of those that the block writes.
     - `inner`: for a loop, what so many iterations in turn keep: for each, its blocks and their
-        choices.
+        policies.
     - `kept_bytes`: the bytes of what is kept, without what the block returns; for a loop, those of
         all iterations.
     - `backward_bytes`: the bytes that the backward pass needs beside these.
@@ -32,7 +32,7 @@ class BlockChoice:
 
     recomputes: bool
     kept: frozenset[int] = frozenset()
-    inner: "tuple[BlockChoices, ...]" = ()
+    inner: "tuple[BlockPolicies, ...]" = ()
     kept_bytes: float = 0.0
     backward_bytes: float = 0.0
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class BlockChoice:
     def most_bytes(self) -> float:
         return self.kept_bytes + self.backward_bytes
 
-    def is_as_good_as(self, other: "BlockChoice") -> bool:
+    def dominates(self, other: "BlockPolicy") -> bool:
         return (
             self.kept_bytes <= other.kept_bytes
             and self.most_bytes <= other.most_bytes
@@ -51,118 +51,116 @@ class BlockChoice:
 
 
 # The blocks of a program, and what each keeps.
-BlockChoices = Sequence[tuple[StepBlock, BlockChoice]]
+BlockPolicies = Sequence[tuple[StepBlock, BlockPolicy]]
 
 
-def without_worse(choices: Iterable[BlockChoice], most: int = _MOST_CHOICES) -> list[BlockChoice]:
-    """The choices that no other is as good as in both memory and time, at most so many."""
-    order = lambda choice: (choice.seconds, choice.kept_bytes, choice.most_bytes)
-    best: list[BlockChoice] = []
-    for choice in sorted(choices, key=order):
-        if not any(other.is_as_good_as(choice) for other in best):
-            best.append(choice)
+def pareto_front(policies: Iterable[BlockPolicy], most: int = _MOST_POLICIES) -> list[BlockPolicy]:
+    """The policies that no other is as good as in both memory and time, at most so many."""
+    order = lambda policy: (policy.seconds, policy.kept_bytes, policy.most_bytes)
+    best: list[BlockPolicy] = []
+    for policy in sorted(policies, key=order):
+        if not any(other.dominates(policy) for other in best):
+            best.append(policy)
     if len(best) <= most:
         return best
-    # Of very many choices, those at equal distances, the first and the last included.
+    # Of very many policies, those at equal distances, the first and the last included.
     places = {round(place * (len(best) - 1) / (most - 1)) for place in range(most)}
     return list(map(best.__getitem__, sorted(places)))
 
 
-def choices_of_block(flat: Flat, block: StepBlock) -> list[BlockChoice]:
+def policies_of_block(flat: Flat, block: StepBlock) -> list[BlockPolicy]:
     """What a block that is no loop can keep: everything first, and then what takes least time."""
-    cutter = _Cutter(flat, block)
-    keep_all = cutter.keep_all()
-    if block.alone or not block.needs:
+    finder = _PolicyFinder(flat, block)
+    keep_all = finder.keep_all()
+    if block.is_one_step or not block.needs:
         return [keep_all]
-    cuts = cutter.at_all_prices()
+    priced = finder.at_all_prices()
     if len(block.steps) <= _LARGE:
-        cuts += cutter.with_exceptions(cuts)
-    return [keep_all, *without_worse(cut.choice for cut in cuts)]
+        priced += finder.with_exceptions(priced)
+    return [keep_all, *pareto_front(item.policy for item in priced)]
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _PricedPolicy:
     """What is kept at a price, of steps without `excepted` ones, and the steps of the others."""
 
-    choice: BlockChoice
+    policy: BlockPolicy
     price: float
     again: frozenset[int]
     excepted: frozenset[int] = frozenset()
 
     @property
     def cost(self) -> tuple[float, float]:
-        return self.choice.kept_bytes, self.choice.seconds
+        return self.policy.kept_bytes, self.policy.seconds
 
 
 @dataclass(frozen=True)
-class _Cutter:
+class _PolicyFinder:
     """Finds what a block can keep. Steps are known by their places in the block."""
 
     flat: Flat
     block: StepBlock
 
-    def keep_all(self) -> BlockChoice:
+    def keep_all(self) -> BlockPolicy:
         """What is kept by itself. The compiler computes again what it can fuse, but in a loop."""
         before = {*self.flat.inputs, *self.flat.constants, *self.block.inputs}
         kept = self.block.residuals - before
         if kept:
-            return BlockChoice(False, frozenset(kept), kept_bytes=self._kept_bytes(kept))
+            return BlockPolicy(False, frozenset(kept), kept_bytes=self._kept_bytes(kept))
         costs = [float(not step.is_free) for step in self.block.steps]
         # All bytes together cost less than one step that is not free.
         price = 0.5 / max(1.0, self.flat.bytes_of(self.block.written))
         kept, _ = choose_kept(self.flat, self.block.steps, price, costs, (), forced=False)
-        return BlockChoice(False, frozenset(kept), kept_bytes=self._kept_bytes(kept))
+        return BlockPolicy(False, frozenset(kept), kept_bytes=self._kept_bytes(kept))
 
-    def at_all_prices(self) -> list[_Cut]:
-        """The choices that are best at some price of a byte."""
-        seconds = 0.0
-        for step in self.block.steps:
-            seconds += step.seconds
-        mean = seconds / max(1.0, self.flat.bytes_of(self.block.written))
+    def at_all_prices(self) -> list[_PricedPolicy]:
+        """The policies that are best at some price of a byte."""
+        mean = sum(self.block.seconds) / max(1.0, self.flat.bytes_of(self.block.written))
         if not mean:
             return [self.at_price(1.0)]
         first, last = self.at_price(_CHEAP * mean), self.at_price(_DEAR * mean)
         return [first, *self._between(first, last, _HALVINGS), last]
 
-    def _between(self, first: _Cut, last: _Cut, halvings: int) -> list[_Cut]:
+    def _between(
+        self, first: _PricedPolicy, last: _PricedPolicy, halvings: int
+    ) -> list[_PricedPolicy]:
         more, fewer = first.cost, last.cost
         if not halvings or fewer[0] >= more[0] or fewer[1] <= more[1]:
             return []
-        # The price at which both choices are worth as much: a better one lies between, if any.
+        # The price at which both policies are worth as much: a better one lies between, if any.
         middle = self.at_price((fewer[1] - more[1]) / (more[0] - fewer[0]))
         if middle.cost in (more, fewer):
             return []
         before = self._between(first, middle, halvings - 1)
         return [*before, middle, *self._between(middle, last, halvings - 1)]
 
-    def with_exceptions(self, cuts: Sequence[_Cut]) -> list[_Cut]:
-        """Choices between those of all prices: some steps are not computed again."""
+    def with_exceptions(self, priced: Sequence[_PricedPolicy]) -> list[_PricedPolicy]:
+        """Policies between those of all prices: some steps are not computed again."""
         steps = self.block.steps
-        least = _WORTH_TRYING * sum(step.seconds for step in steps)
-        waiting = list(cuts)
-        known = {cut.again for cut in cuts}
-        results: list[_Cut] = []
+        least = _WORTH_TRYING * sum(self.block.seconds)
+        waiting = list(priced)
+        known = {item.again for item in priced}
+        results: list[_PricedPolicy] = []
         tried = 0
         while waiting and tried < _EXCEPTIONS:
-            cut = waiting.pop(0)
+            item = waiting.pop(0)
             places: list[int] = []
-            for place in cut.again:
+            for place in item.again:
                 if steps[place].seconds > least and not steps[place].hides:
                     places.append(place)
             places.sort(key=lambda place: (-steps[place].seconds, place))
             for place in places[:_DEAREST]:
                 tried += 1
-                other = self.at_price(cut.price, cut.excepted | {place})
+                other = self.at_price(item.price, item.excepted | {place})
                 if other.again not in known:
                     known.add(other.again)
                     results.append(other)
                     waiting.append(other)
         return results
 
-    def at_price(self, price: float, excepted: frozenset[int] = frozenset()) -> _Cut:
+    def at_price(self, price: float, excepted: frozenset[int] = frozenset()) -> _PricedPolicy:
         """What is kept at a price for each byte, if some steps are not computed again."""
-        steps = self.block.steps
-        costs = [step.seconds for step in steps]
+        steps, costs = self.block.steps, self.block.seconds
         everything = sum(costs) + price * self.flat.bytes_of(self.block.written)
         for place in excepted:
             costs[place] = 2 * everything
@@ -174,7 +172,7 @@ class _Cutter:
             flops += step.flops
             if not step.is_free:
                 backward_bytes += self.flat.bytes_of(step.outputs)
-        choice = BlockChoice(
+        policy = BlockPolicy(
             recomputes=True,
             kept=frozenset(kept),
             kept_bytes=self._kept_bytes(kept),
@@ -182,7 +180,7 @@ class _Cutter:
             seconds=seconds,
             flops=flops,
         )
-        return _Cut(choice, price, frozenset(again), excepted)
+        return _PricedPolicy(policy, price, frozenset(again), excepted)
 
     def _kept_bytes(self, kept: set[int]) -> float:
         return self.flat.bytes_of(kept.difference(self.block.outputs))

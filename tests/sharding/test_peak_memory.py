@@ -1,14 +1,20 @@
 """The estimated peak of memory against the compiled program's."""
 
+import functools as ft
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, mesh_of
 
 import redcoast as rc
+from redcoast import models
 from redcoast.dryrun.hlo import collectives, sent_bytes
+from redcoast.losses import cross_entropy
 from redcoast.sharding.solver import _layout, _peak
 
 # As in a dry run that stands in for an accelerator.
@@ -237,6 +243,39 @@ def test_the_peak_of_rematerialised_blocks_on_gpus(sequence, compiled):
         DECODER, mesh, fn=decoder, args=args, sequence=sequence, hardware=rc.Hardware()
     )
     assert plan.report.program.memory.total == pytest.approx(compiled, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "dtype", "compiled"),
+    [
+        (1, None, 108.5e6),
+        (4, None, 108.0e6),
+        (1, jnp.bfloat16, 169.9e6),
+        (4, jnp.bfloat16, 212.4e6),
+    ],
+)
+def test_gradients_of_a_step_on_gpus(accumulate, dtype, compiled):
+    """What the compiler for H100s needs, of AdamW with unrolled layers and data parallelism.
+
+    Gradients are kept in the precision in which they are summed over devices, in parts if each
+    device updates a part, and those of several microbatches are added up in float32.
+    """
+    config = models.LlamaConfig(
+        vocab=4096, width=512, hidden=1408, heads=8, kv_heads=8, layers=2, unroll=2
+    )
+    init_fn = lambda key: models.Llama(config, key=key)
+    create = ft.partial(rc.init_state, init_fn, optax.adamw(1e-4), key=jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((8 * accumulate, 128), jnp.int32)
+    plan = rc.plan_step(
+        eqx.filter_eval_shape(create),
+        lambda model, batch, key: cross_entropy(model(batch), batch),
+        tokens,
+        rc.make_mesh(data=8),
+        accumulate=accumulate,
+        compute_dtype=dtype,
+        hardware=rc.Hardware(),
+    )
+    assert plan.report.program.memory.total == pytest.approx(compiled, rel=0.075)
 
 
 def test_what_is_alive_at_the_peak_belongs_to_the_block():

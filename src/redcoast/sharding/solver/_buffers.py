@@ -132,6 +132,7 @@ class Timeline:
     size_of: Callable[[Value], int | float]  # bytes on each device
     compiler: str
     gathered_size_of: Callable[[Value], int | float]  # those while a product reads or writes it
+    keeps_gradients: bool = True
     now: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     spikes: dict[int, Peak] = field(default_factory=dict)
@@ -148,7 +149,7 @@ class Timeline:
 
     def empty(self) -> "Timeline":
         """The timeline of what runs inside of an operation."""
-        return Timeline(self.size_of, self.compiler, self.gathered_size_of)
+        return Timeline(self.size_of, self.compiler, self.gathered_size_of, self.keeps_gradients)
 
     def write(self, size: int | float, source: Source) -> Buffer:
         return self.write_parts(((size, source),))
@@ -251,7 +252,7 @@ class Timeline:
         self.summed.add(parameter)
         if summed or not parameter.local:
             self.complete.add(parameter)
-            self.write(parameter.gradient, ()).is_gradient = True
+            self._write_gradient(parameter)
             return
         buffer = self.write(parameter.local, source or parameter.first_use)
         self.unsummed.append((buffer, parameter))
@@ -274,8 +275,12 @@ class Timeline:
             if self.compiler == "cpu" and (parameter.gathered or is_slice):
                 # Without a reduce-scatter, the sum is there as a whole too.
                 self.write(parameter.local, parameter.first_use)
-            self.write(parameter.gradient, ()).is_gradient = True
+            self._write_gradient(parameter)
         self.unsummed, self.unsummed_bytes = [], 0.0
+
+    def _write_gradient(self, parameter: ModelArray) -> None:
+        buffer = self.write(parameter.gradient, parameter.first_use)
+        buffer.is_gradient = self.keeps_gradients
 
     def finish(self, parameters: Sequence[ModelArray]) -> None:
         """Writes the gradients that are left; all are results."""

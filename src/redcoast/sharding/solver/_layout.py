@@ -21,6 +21,7 @@ from ._peak import find_peak
 from ._planned_collectives import cast_share
 from ._strategy import Decision
 
+_FLOAT32 = 4  # bytes
 # The axes over which arrays can be sharded that the program computes with as a whole.
 STORAGE_AXES = ("fsdp", "model")
 
@@ -94,6 +95,36 @@ class StorageLayout:
         return specs
 
     @cached_property
+    def gradient_bytes(self) -> list[float]:
+        """Bytes per device of the gradient of each array as a run of the program returns it.
+
+        An optimizer that updates an array element by element casts the gradient where it reads it.
+        """
+        sizes: list[float] = []
+        for place, value in enumerate(self.decision.program.parameters):
+            spec = self.specs[place]
+            if self.decision.hardware.scatters:
+                spec = self.update_specs.get(place, spec)
+            size = value.grad * value.bytes / spec_parts(spec, self.decision.sizes)
+            if place in self.updated:
+                size *= cast_share(self.decision.program.graph, value)
+            sizes.append(size)
+        return sizes
+
+    @property
+    def summed_gradients(self) -> float:
+        """Bytes per device of gradients until the update; those of several runs are added up in
+        float32."""
+        if self.accumulate == 1:
+            return sum(self.gradient_bytes)
+        total = 0.0
+        for place, value in enumerate(self.decision.program.parameters):
+            wide = value.bytes * max(1.0, _FLOAT32 / value.itemsize)
+            spec = self.update_specs.get(place, self.specs[place])
+            total += value.grad * wide / spec_parts(spec, self.decision.sizes)
+        return total
+
+    @cached_property
     def activation_parts(self) -> tuple[WrittenBytes, ...]:
         """Bytes per device of intermediate values at the peak, and the operation of each."""
         decision = self.decision
@@ -114,16 +145,17 @@ class StorageLayout:
             return value.bytes * shares[key]
 
         arrays: list[ModelArray] = []
-        gradients = 0.0
-        for spec, value, d in zip(
-            self.specs, program.parameters, decision.parallel_dims, strict=True
+        for spec, value, d, gradient in zip(
+            self.specs,
+            program.parameters,
+            decision.parallel_dims,
+            self.gradient_bytes,
+            strict=True,
         ):
             share, split = spec_parts(spec, sizes), 1
             if d is not None:
                 split = decision.n
             in_use = value.bytes / split  # of a device, while it is computed with
-            gradient = value.grad * value.bytes / share
-            gradients += gradient
             local = in_use
             if share > split and program.graph.stacks.isdisjoint(value.dims):
                 # What is gathered after a cast has its gradient summed before that of the cast.
@@ -144,9 +176,12 @@ class StorageLayout:
             compiler=compiler,
             trains=program.traced.trains,
             gathered_size_of=partial(size_of, of_product=True),
+            keeps_gradients=self.accumulate == 1,
         )
+        if self.accumulate > 1:
+            return peak.parts
         # Gradients are counted by themselves. Those that come later leave their memory until then.
-        scale = max(0.0, peak.bytes - gradients) / max(1.0, peak.temporaries)
+        scale = max(0.0, peak.bytes - self.summed_gradients) / max(1.0, peak.temporaries)
         return tuple((size * scale, source) for size, source in peak.parts)
 
     def _pipeline_activations(self, pipeline: Pipeline) -> tuple[WrittenBytes, ...]:

@@ -58,15 +58,15 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
     replicated.
     """
     decision, program = layout.decision, layout.decision.program
-    arrays = gradients = trained = batch = 0.0
-    # Gradients and optimizer state are stored as the array is.
+    arrays = trained = trained_in_all = batch = 0.0
     for spec, value in zip(layout.specs, program.parameters, strict=True):
         share = spec_parts(spec, decision.sizes)
         arrays += value.bytes / share
-        gradients += value.grad * value.bytes / share
-        trained += value.grad * value.bytes
+        trained += value.grad * value.bytes / share
+        trained_in_all += value.grad * value.bytes
     in_parts = sum(map(layout.updated.__getitem__, layout.update_specs))
-    states = (state_bytes - in_parts) * gradients / max(1, trained)
+    # The optimizer's state is stored as the arrays are.
+    states = (state_bytes - in_parts) * trained / max(1, trained_in_all)
     for place, spec in layout.update_specs.items():
         states += layout.updated[place] / spec_parts(spec, decision.sizes)
     # The other arguments of the function.
@@ -75,7 +75,7 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
         batch += value.bytes / decision.batch.parts(value.dims[:1])
     return Memory(
         arrays=round(arrays),
-        gradients=round(gradients),
+        gradients=round(layout.summed_gradients),
         optimizer_state=round(states),
         activations=round(bytes_of_parts(layout.activation_parts)),
         closed_over=sum(constant.bytes for constant in program.constants),  # on every device

@@ -43,6 +43,7 @@ def find_peak(
     compiler: str,
     trains: bool,
     gathered_size_of: Callable[[Value], int | float],
+    keeps_gradients: bool = True,
 ) -> Peak:
     """The peak of a program and, if it is a loss, of its derivative.
 
@@ -51,8 +52,10 @@ def find_peak(
     - `trains`: whether the first result is differentiated.
     - `gathered_size_of`: the bytes of a value on each device while a product reads or writes it;
         with sequence parallelism, more than `size_of`.
+    - `keeps_gradients`: whether the gradients are results. Otherwise, each is added to a sum.
     """
-    run = _Run(OperationBuffers(Timeline(size_of, compiler, gathered_size_of)))
+    time = Timeline(size_of, compiler, gathered_size_of, keeps_gradients)
+    run = _Run(OperationBuffers(time))
     frame = PeakFrame(scope, ())
     frame.add_arguments(scope.jaxpr.invars, size_of)
     for var, parameter in zip(scope.jaxpr.invars, parameters, strict=False):
@@ -61,10 +64,10 @@ def find_peak(
     results = scope.jaxpr.outvars
     if trains and not isinstance(results[0], Literal):
         run.backward(frame, {results[0]: ()})
-        run.time.finish(parameters)
-    run.time.now += 1
-    run.time.read(frame.of_all(results))
-    return run.time.peak()
+        time.finish(parameters)
+    time.now += 1
+    time.read(frame.of_all(results))
+    return time.peak()
 
 
 @dataclass
@@ -260,9 +263,12 @@ class _Run:
         for size, where in body.saved:
             saved.append((size * scan.length, where))
         if scan.unroll >= scan.length:
-            # Without a loop, the slices of all iterations are in memory at once.
+            # Without a loop, the slices of all iterations are in memory at once, but on GPUs, whose
+            # kernels read slices of arguments where they are.
             for atom in xs:
-                if not is_stored(frame.of(atom)):
+                roots = frame.of(atom)
+                is_read = self.time.compiler == "gpu" and any(root.given for root in roots)
+                if not is_read and not is_stored(roots):
                     saved.append((size_of(step.value(atom)), step.source))
         frame.loops[step.index] = replace(body, saved=tuple(saved)), self.time.now
         self.operations.write_results(step)

@@ -42,6 +42,18 @@ def test_buffers_are_written_over_shared_by_loops_and_larger_inside_of_them():
     assert held == {"wide": 1024, "first": 256, "copy": 64}
 
 
+def test_an_element_of_a_tuple_is_not_kept_until_the_last_read_of_another():
+    """After the loop, the memory of what only the loop reads is free."""
+    before = "%x = f32[64] get-tuple-element(%loop), index=0\n  ROOT %result = f32[64] sort(%x)"
+    after = """%large = f32[256] broadcast(%b), dimensions={}, metadata={op_name="large"}
+  %y = f32[16] get-tuple-element(%loop), index=1
+  ROOT %result = f32[16] sort(%y)"""
+    assert before in HLO
+    text = HLO.replace(before, after).replace("%wide = f32[256]", "%wide = f32[64]")
+    held = {buffer.source: buffer.bytes for buffer in peak_buffers(text)}
+    assert held == {"large": 1024, "copy": 64}
+
+
 @pytest.mark.parametrize("text", ["", HLO[: HLO.index("ROOT %result")]])
 def test_text_that_is_not_one_program(text):
     with pytest.raises(ValueError, match="HLO"):

@@ -154,14 +154,16 @@ def _buffers(order: Sequence[Instruction], root: str) -> tuple[list[_Buffer], se
     for place, instruction in enumerate(order):
         names = operands(instruction)
         reads = [values.get(name) for name in names]
-        for buffer in _leaves(reads):
-            buffer.last = place
         dying = []
         for name, read in zip(names, reads, strict=True):
             if last_reads[name] == place:
                 dying.append(read)
-        values[instruction.name] = _value(instruction, reads, dying, place)
-        buffers.update(dict.fromkeys(_leaves(values[instruction.name])))
+        value = values[instruction.name] = _value(instruction, reads, dying, place)
+        # The other elements of a tuple are not read.
+        in_use = value if instruction.opcode == "get-tuple-element" else reads
+        for buffer in _leaves(in_use):
+            buffer.last = place
+        buffers.update(dict.fromkeys(_leaves(value)))
     # Results live until after the last instruction.
     for buffer in _leaves(values.get(root)):
         buffer.last = len(order)

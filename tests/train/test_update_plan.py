@@ -53,16 +53,33 @@ def loss_fn(model, batch, key):
     return jnp.mean(x**2)
 
 
+def scanned_loss_fn(model, batch, key):
+    def layer(x, weights):
+        return x + jax.nn.relu(x * weights["norms"][None] @ weights["up"]) @ weights["down"], None
+
+    return jnp.mean(jax.lax.scan(layer, batch, model)[0] ** 2)
+
+
 @ft.cache
-def sent(name, mesh):
+def sent(name, mesh, loss_fn=loss_fn, accumulate=1):
     """The bytes of the compiled program, of the plan, and those of the plan for the optimizer."""
     optimizer, mesh = OPTIMIZERS[name], rc.make_mesh(**MESHES[mesh])
     create = ft.partial(rc.init_state, make, optimizer, key=jax.random.key(0))
     state = eqx.filter_eval_shape(create)
     overrides = [("up", (None, *overridden(mesh))), ("down", (None, *overridden(mesh)[::-1]))]
     batch = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype)
-    plan = rc.plan_step(state, loss_fn, batch, mesh, overrides=overrides, optimizer=optimizer)
-    step = ft.partial(rc.train_step, loss_fn=plan.constrain(loss_fn), optimizer=optimizer)
+    plan = rc.plan_step(
+        *(state, loss_fn, batch, mesh),
+        overrides=overrides,
+        optimizer=optimizer,
+        accumulate=accumulate,
+    )
+    step = ft.partial(
+        rc.train_step,
+        loss_fn=plan.constrain(loss_fn),
+        optimizer=optimizer,
+        accumulate=accumulate,
+    )
     compiled = rc.compile_step(step, plan.shardings).lower(state, batch)
     options = {"xla_backend_optimization_level": 0}
     text = compiled.compile(compiler_options=options).as_text()
@@ -87,6 +104,15 @@ def test_the_plan_says_what_the_compiled_update_sends(name, mesh):
     assert abs(planned - compiled) < 0.1 * compiled
     # The rest of the step sends the same with every optimizer.
     assert of_optimizer > 0 or name == "adafactor"
+
+
+@pytest.mark.parametrize("loss_fn", [loss_fn, scanned_loss_fn])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.few("fsdp-scanned_loss_fn")
+def test_the_plan_of_several_microbatches_says_what_all_of_them_send(loss_fn, mesh):
+    """Gradients are summed in each, and layers in a loop are gathered in each."""
+    compiled, planned, _ = sent("adafactor", mesh, loss_fn, accumulate=2)
+    assert abs(planned - compiled) < 0.1 * compiled
 
 
 def test_an_optimizer_that_computes_element_by_element_sends_nothing():

@@ -158,13 +158,13 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     program = plan.report.program_or_none
     if program is None:  # on one device, nothing is planned
         return Candidate(sizes, _seconds(place, mesh, {dtype: 0}, sent), None)
-    # A plan's figures are for one of the `accumulate` parts of the batch.
     for cost in program.traffic:
-        sent["+".join(cost.axes)] += cost.bytes * job.training.accumulate
+        sent["+".join(cost.axes)] += cost.bytes
     flops, recomputed = program.arithmetic.per_device, 0.0
     if program.recomputed is not None:
         flops += program.recomputed.flops
         recomputed = program.recomputed.share
+    # A plan's arithmetic is that of one of the `accumulate` parts of the batch.
     flops *= job.training.accumulate
     seconds = _seconds(place, mesh, {dtype: flops}, sent)
     # The batch may be sharded over `model`, and parameters of tensor parallelism over `fsdp`.

@@ -32,16 +32,17 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
     decision = reasons.decision
     # Specs of arrays say what a stage has, and not the program that one stage runs.
     of_stage = replace(reasons, decision=decision.of_stage)
-    return [
+    of_microbatch = [
         *_tensor_parallel(of_stage),
         *gathers_of_sequence(of_stage.decision),
         *_over_batch(of_stage, bool(layout.update_specs)),
-        *_gathers(layout, reasons),
-        *_updated_gathers(layout),
         *sent_to_hosts(decision),
         *_for_constraints(decision),
         *_between_stages(decision),
     ]
+    # Gradients are summed over devices before they are added to those of other microbatches.
+    sent = [replace(each, bytes=each.bytes * layout.accumulate) for each in of_microbatch]
+    return [*sent, *_gathers(layout, reasons), *_updated_gathers(layout)]
 
 
 def traffic(entries: Iterable[Sent]) -> tuple[Traffic, ...]:
@@ -210,6 +211,11 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
         # A stage gathers its layers once, before its first microbatch.
         size = gathered_bytes(program.graph, value, parts(over, axes), once=is_layered)
         size /= parts(tuple(kept), axes)  # a device has only a part of it in use
+        stacks, unrolled = program.graph.stacks, program.graph.unrolled
+        is_in_loop = not stacks.isdisjoint(value.dims) and unrolled.isdisjoint(value.dims)
+        # The compiler for CPUs gathers what is the same in all microbatches before the first.
+        if is_in_loop or decision.hardware.compiler != "cpu":
+            size *= layout.accumulate
         # A scan uses one layer of an array at a time.
         source = program.graph.first_use.get(value.dims)
         if source is None:

@@ -34,7 +34,7 @@ from ..data._per_batch import has_per_batch
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import copy_tree, place_tree, put
 from ..tracking._metrics import check_scalars
-from ._host_memory import on_device, where_they_were
+from ._host_memory import update_on_device, where_they_were
 from ._labels import accept_module_labels
 from ._layer_state import warn_of_kept_state
 from ._loss import LossFn, evaluate_loss
@@ -349,11 +349,13 @@ def train_step(
         extras = {"value": loss, "grad": grads, "value_fn": value_fn}
         return call_update(optimizer, grads, opt_state, params, **extras)
 
+    def updated(opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        updates, opt_state = guarded_update(update, grads, opt_state, finite)
+        return optax.apply_updates(params, updates), opt_state
+
     # Parts of optax promote dtypes, which the user's settings may forbid.
     with jax.numpy_dtype_promotion("standard"):
-        opt_state = on_device(state.opt_state)
-        updates, opt_state = guarded_update(update, grads, opt_state, finite)
-        params_after = optax.apply_updates(params, updates)
+        params_after, opt_state = update_on_device(updated, state.opt_state)
     # A step that is skipped leaves the running averages as they were, too.
     model = _select(finite, eqx.combine(params_after, rest_after), state.model)
     metrics = {

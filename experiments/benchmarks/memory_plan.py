@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/memory_plan.py
     python experiments/benchmarks/memory_plan.py --large
+    python experiments/benchmarks/memory_plan.py --tpu
 
 Each model has a layer, which policies by hand wrap in `jax.checkpoint`: all of it (`full`), all
 but products (`dots`), all but products with weights (`weights`), and all of every second layer.
@@ -14,7 +15,8 @@ divided by the compiled temporaries.
 
 With `--large`, a step of OPT-66B with AdamW in float32, on 64 sequences of 512 tokens, is compiled
 for 64 devices: with all layers rematerialised by hand, and by plans for less and less memory. It is
-the compiler for A100 if it is installed, and that for CPUs in its place otherwise.
+the compiler for A100 if it is installed, and that for CPUs in its place otherwise. With `--tpu`, it
+is compiled for 64 TPU v4 with the optimizer's state in the memory of the host.
 """
 
 import functools as ft
@@ -47,12 +49,14 @@ POLICIES = {
 PARTS = tuple(n / 20 for n in range(14, 1, -1))  # 0.7 to 0.1 of the estimated activations
 WIDTH, LAYERS = 128, 8
 GIB = 2**30
+FSDP = {"fsdp": 64}
 LARGE = (
-    ("rematerialised by hand", "full", None),
-    ("planned for 28 GiB", "auto", 28),
-    ("planned for 24 GiB", "auto", 24),
-    ("planned for 18 GiB", "auto", 18),
+    ("rematerialised by hand", "full", None, FSDP),
+    ("planned for 28 GiB", "auto", 28, FSDP),
+    ("planned for 24 GiB", "auto", 24, FSDP),
+    ("planned for 18 GiB", "auto", 18, FSDP),
 )
+TPU = (("fsdp 16 x model 4, planned for 18 GiB", "auto", 18, {"fsdp": 16, "model": 4}),)
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -196,8 +200,8 @@ def planned(loss: Any, model: Any, batch: Any, half: float) -> tuple[int, float,
     return 0, 0.0, 0.0
 
 
-def print_large(page: Path | None) -> None:
-    """Prints what a step of OPT-66B takes of each device."""
+def print_large(page: Path | None, target: str, cases: Any, name_of_page: str) -> None:
+    """Prints what a step of OPT-66B takes of each device of a target."""
 
     def loss_fn(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         hidden = model.hidden(tokens, key=key)
@@ -207,15 +211,15 @@ def print_large(page: Path | None) -> None:
     printed.add("| layers | GiB by the plan | GiB as compiled | on the host | more arithmetic |")
     printed.add("|---|---:|---:|---:|---:|")
     tokens = jax.ShapeDtypeStruct((64, 512), jnp.int32)
-    for name, remat, memory in LARGE:
+    for name, remat, memory, mesh in cases:
         try:
             run = rc.dry_run(
                 ft.partial(make_large, remat),
                 loss_fn,
                 tokens,
                 optax.adamw(1e-4),
-                target="a100-80gb:8x8",
-                mesh={"fsdp": 64},
+                target=target,
+                mesh=mesh,
                 suggest=False,
                 memory=memory and memory * GIB,
             )
@@ -227,29 +231,40 @@ def print_large(page: Path | None) -> None:
         share = "33.3 %"  # a forward pass of a step of three
         if program.recomputed is not None:
             share = f"{program.recomputed.share:.1%}".replace("%", " %")
-        # The compiler for CPUs has no memory apart from the device's.
-        compiled = run.memory["peak"] - program.offloaded
+        compiled = run.memory["peak"]
+        if not run.own_compiler:
+            # The compiler for CPUs has no memory apart from the device's.
+            compiled -= program.offloaded
         sizes = " | ".join(
             f"{size / GIB:.1f}" for size in (program.memory.total, compiled, program.offloaded)
         )
         printed.add(f"| {name} | {sizes} | {share} |")
-    printed.write(page, "memory_plan_large")
+    printed.write(page, name_of_page)
 
 
 def make_large(remat: str, key: jax.Array) -> Any:
     return opt_66b(key=key, remat=remat)
 
 
-def main(models: tuple[str, ...] = (), page: Path | None = None, large: bool = False) -> None:
+def main(
+    models: tuple[str, ...] = (),
+    page: Path | None = None,
+    large: bool = False,
+    tpu: bool = False,
+) -> None:
     """Prints the memory and the arithmetic of each policy, relative to no recomputation.
 
     Args:
         models: Names of models; all by default.
-        page: A page with the marks `memory_plan`; `memory_plan_large` with `large`.
-        large: OPT-66B on 64 devices instead.
+        page: A page with the marks `memory_plan`; `memory_plan_large` with `large`, and
+            `memory_plan_tpu` with `tpu`.
+        large: OPT-66B on 64 A100 instead.
+        tpu: OPT-66B on 64 TPU v4 instead.
     """
     if large:
-        return print_large(page)
+        return print_large(page, "a100-80gb:8x8", LARGE, "memory_plan_large")
+    if tpu:
+        return print_large(page, "v4:4x4x4", TPU, "memory_plan_tpu")
     layers = parameters()
     batch = jnp.asarray(np.random.default_rng(1).normal(size=(32, 64, WIDTH)), jnp.float32)
     printed = Printed()

@@ -129,8 +129,6 @@ def compare_targets(
             init_fn, loss_fn, batch, optax.sgd(0.1), targets=targets, steps=1e6, price=0.05
         )
         print(comparison)
-        costs = comparison.costs
-        cheapest = min(costs, key=lambda target: costs[target].price)
         ```
     """
     if isinstance(targets, str) or not targets:

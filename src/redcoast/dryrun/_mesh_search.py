@@ -374,9 +374,8 @@ def choose_mesh(
 
 
 def _number_to_compile(tried: Sequence[Candidate], compiled: int) -> int:
-    for candidate in tried:
-        if candidate.fits:
-            return compiled
+    if any(candidate.fits for candidate in tried):
+        return compiled
     return 2 * compiled
 
 

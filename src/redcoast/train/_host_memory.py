@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 
 from ..core._control_flow import AnyJaxpr, Call, CallKind, consts_of, control_flow, open_jaxpr
 from ..core._jaxpr import bind_again, evaluate_equations, evaluate_jaxpr, variables
+from ..core._pytree import abstract_array
 from ..core._stored_specs import spec_of
 
 _MOST_LAYERS = 256
@@ -38,7 +39,7 @@ def update_on_device(
     old, structure = jax.tree.flatten(opt_state)
     if not any(map(_is_on_host, old)):
         return update(opt_state)
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
+    types = list(map(abstract_array, old))
     closed, output = jax.make_jaxpr(
         lambda *arrays: update(structure.unflatten(arrays)), return_shape=True
     )(*types)
@@ -47,7 +48,10 @@ def update_on_device(
     inlined = open_jaxpr(program)
     env: dict[Var, PyTree] = dict(zip(inlined.constvars, consts_of(program), strict=True))
     env.update(zip(inlined.invars, inputs, strict=True))
-    state_vars = set(variables(inlined.outvars[-len(old) :]))
+    on_host: set[Var] = set()  # of the new state
+    for var, x in zip(inlined.outvars[-len(old) :], old, strict=True):
+        if _is_on_host(x):
+            on_host.update(variables([var]))
     stacks: dict[Var, Array] = {}
     for var, (path, x) in zip(inlined.invars[-len(old) :], leaves, strict=True):
         if _is_stack_on_host(path, x):
@@ -58,10 +62,11 @@ def update_on_device(
     else:
         before, after = loop.around(inlined)
         needed = [*loop.shared, *loop.stacks, *_read_by(after), *variables(inlined.outvars)]
-        known = [var for var in dict.fromkeys(needed) if var not in {*_results(after), *loop.computed}]
+        later = {*_results(after), *loop.computed}
+        known = [var for var in dict.fromkeys(needed) if var not in later]
         values = evaluate_equations(before, known, env, _on_device)
         env = dict(zip(known, values, strict=True))
-        env.update(loop.run(env, state_vars))
+        env.update(loop.run(env, on_host))
         results = evaluate_equations(after, inlined.outvars, env, _on_device)
     return jax.tree.unflatten(jax.tree.structure(output), results)
 

@@ -127,7 +127,26 @@ def checked(p, h, x):
     return eqx.error_if(h, jnp.any(h > 2) | ~jnp.all(jnp.isfinite(h)), "It is too large.")
 
 
+@jax.custom_vjp
+def product(weight, h):
+    """With a sum over rows, and something that all rows share."""
+    return jnp.tanh(h @ weight), jnp.sum(h @ weight), jnp.sum(weight**2)
+
+
+def product_backward(saved, cotangents):
+    return jax.vjp(product.fun, *saved)[1](cotangents)
+
+
+product.defvjp(lambda weight, h: (product(weight, h), (weight, h)), product_backward)
+
+
+def with_rule(p, h, x):
+    h, _, shared = product(p["hidden"], h)
+    return h + shared / WIDTH**2 + x
+
+
 LOCAL = {
+    "rule": with_rule,
     "rematerialised": rematerialised,
     "gradient": gradient_descent,
     "squared": squared,
@@ -139,7 +158,7 @@ TENSOR_PARALLEL = {"data": 2, "model": 4}  # where hosts are called outside of `
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [*((name, {}) for name in LOCAL), *((name, TENSOR_PARALLEL) for name in list(LOCAL)[:3])],
+    [*((name, {}) for name in LOCAL), *((name, TENSOR_PARALLEL) for name in list(LOCAL)[:4])],
 )
 def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
     loss_fn, mesh = recurrent(LOCAL[name]), rc.make_mesh(**sizes)
@@ -259,3 +278,27 @@ def test_which_gradient_sums_can_be_hoisted():
     jaxpr = jax.make_jaxpr(body)(*given).jaxpr
     found = [can_hoist_gradient_sum(jaxpr, var) for var in jaxpr.invars[:4]]
     assert found == [True, False, False, False]
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit])
+def test_the_gradient_of_a_weight_that_layers_share_is_summed_once(wrap):
+    """Those of the layers' own weights are summed one layer at a time, so that the scan over them
+    does not run on each device."""
+
+    def loss_fn(params, batch, key):
+        layer = lambda h, w: (jnp.tanh(h @ w + h @ params["shared"] + params["bias"][None]), None)
+        h, _ = jax.lax.scan(wrap(layer), batch[:, 0], params["layers"])
+        return jnp.mean(h**2)
+
+    params = {
+        "shared": PARAMS["hidden"],
+        "bias": PARAMS["bias"],
+        "layers": jnp.stack([PARAMS["into"]] * 4),
+    }
+    plan = rc.plan_shardings(params, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    plan.verify(loss_fn, params, BATCH, tolerance=1e-5)
+    whole = 4 * sum(x.size for x in jax.tree.leaves(params))
+    found = step_collectives(plan.constrain(loss_fn), plan, params, BATCH)
+    assert sent_bytes(found) <= 1.01 * 2 * 7 / 8 * whole
+    priced = sum(entry.bytes for entry in plan.report.program.traffic)
+    np.testing.assert_allclose(priced, sent_bytes(found), rtol=0.1)

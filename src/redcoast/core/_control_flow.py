@@ -127,12 +127,14 @@ class Call:
     """An equation that runs a jaxpr once, with its own operands and results.
 
     `policy` and `prevent_cse` are the arguments of `jax.checkpoint`, if the call is rematerialised.
+    `symbolic_zeros` is whether a derivative rule of its own learns what has no derivative.
     """
 
     jaxpr: AnyJaxpr
     kind: CallKind
     policy: Callable[..., PyTree] | None = None
     prevent_cse: bool | tuple[bool, ...] = True
+    symbolic_zeros: bool = False
 
     @property
     def has_derivative(self) -> bool:
@@ -300,7 +302,7 @@ def _call(equation: JaxprEqn, kind: CallKind) -> Call | None:
         return None
     if kind is CallKind.REMAT:
         return Call(body, kind, params["policy"], params["prevent_cse"])
-    return Call(body, kind)
+    return Call(body, kind, symbolic_zeros=bool(params.get("symbolic_zeros")))
 
 
 def primitive_name(equation: JaxprEqn) -> str:
@@ -338,7 +340,7 @@ def _read_high_level(prim: Any) -> Call | str | None:
     if kind is CallKind.REMAT:
         return Call(prim.jaxpr, kind, prim.policy, prim.prevent_cse)
     if kind in (CallKind.CUSTOM_JVP, CallKind.CUSTOM_VJP):
-        return Call(prim.traced.jaxpr, kind)
+        return Call(prim.traced.jaxpr, kind, symbolic_zeros=bool(prim.symbolic_zeros))
     if kind == _NAMED:
         return _NAMED
 

@@ -35,6 +35,7 @@ from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import created_rows
 from ..program._local_states import NotLocal
+from ..program._loop_weights import gets_copies
 from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
@@ -280,7 +281,7 @@ def _run(bound: BoundEquation, flow: ControlFlow | None, copies: dict[Atom, jax.
         case Call() as call if bound.inner and _has_nothing_to_constrain(bound, call):
             return with_mesh_in_rule(equation, bound.shardings.mesh, bound.operands)
         case Call() as call if bound.inner:
-            return _call(bound, call)
+            return _call(bound, call, copies)
     return bind_again(equation, bound.operands)  # as it was
 
 
@@ -361,9 +362,14 @@ def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
     return True
 
 
-def _call(bound: BoundEquation, call: Call) -> Arrays:
+def _call(bound: BoundEquation, call: Call, copies: Mapping[Atom, jax.Array]) -> Arrays:
     equation, shardings, body = bound.equation, bound.shardings, bound.inner[0]
-    run = _function(body, shardings, bound.stored, bound.specs)
+    passed: dict[Atom, jax.Array] = {}
+    if gets_copies(equation) is not None:
+        for atom, var in zip(equation.invars, body.jaxpr.invars, strict=True):
+            if not isinstance(atom, Literal) and atom in copies:
+                passed[var] = copies[atom]
+    run = _function(body, shardings, bound.stored, bound.specs, passed)
     if call.has_derivative:
         specs = list(map(shardings.spec, values_of(body, body.jaxpr.invars)))
         run_traced_rule = ft.partial(_run_traced_rule, shardings)
@@ -374,9 +380,13 @@ def _call(bound: BoundEquation, call: Call) -> Arrays:
 
 
 def _function(
-    scope: Scope, shardings: Shardings, stored: Sequence[bool], specs: Sequence[P | None]
+    scope: Scope,
+    shardings: Shardings,
+    stored: Sequence[bool],
+    specs: Sequence[P | None],
+    copies: Mapping[Atom, jax.Array] | None = None,
 ) -> Fn:
-    return lambda *inputs: run_constrained(scope, shardings, inputs, stored, specs)
+    return lambda *inputs: run_constrained(scope, shardings, inputs, stored, specs, copies)
 
 
 def _run_traced_rule(

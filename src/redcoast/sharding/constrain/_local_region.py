@@ -50,7 +50,7 @@ from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._batched_rules import OF_ANY_ROW
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places, shape_of
-from ..program._local_scans import has_reverse_rule
+from ..program._local_scans import has_symbolic_rule
 from ..program._local_states import (
     CALLBACK,
     CONDITIONS,
@@ -166,8 +166,8 @@ class LocalRegion:
         flow = control_flow(equation)
         # In a scan over rows, a rule has one row, as it would have without a mesh.
         of_row = isinstance(flow, Scan) and is_over_rows(flow, states)
-        if has_reverse_rule(equation) and not self.forward_only and not of_row:
-            raise NotLocal("it has a `custom_vjp`")
+        if has_symbolic_rule(equation) and not self.forward_only and not of_row:
+            raise NotLocal("it has a `custom_vjp` with symbolic zeros")
         self._manual_axes(equation)
         synchronised = isinstance(flow, While) and OWN in itertools.compress(results, used)
         if isinstance(flow, While) and synchronised:
@@ -382,18 +382,18 @@ class _Evaluation:
         match flow.kind:
             case CallKind.REMAT:
                 run = jax.checkpoint(run, prevent_cse=flow.prevent_cse, policy=flow.policy)
-            case CallKind.CUSTOM_JVP:
+            case CallKind.CUSTOM_JVP | CallKind.OWN_RULES:
                 run = self._with_jvp(equation, run, step)
-            case CallKind.CUSTOM_VJP if self.region.of_row and not self.region.forward_only:
-                run = self._with_vjp(equation, run)
-            case CallKind.CUSTOM_VJP:
+            case CallKind.CUSTOM_VJP if self.region.forward_only:
                 run = _without_derivative(run)
+            case CallKind.CUSTOM_VJP:
+                run = self._with_vjp(equation, run, step)
         return list(run(*inputs))
 
     def _with_jvp(
         self, equation: JaxprEqn, run: Callable[..., Arrays], step: LocalStep
     ) -> Callable[..., Arrays]:
-        """A function with the forward-mode derivative of a `custom_jvp`, which is traced for all
+        """A function with the forward-mode derivative of an equation, which is traced for all
         rows."""
         avals = list(map(struct_of, equation.invars))
         # Integers have no tangents.
@@ -415,6 +415,9 @@ class _Evaluation:
             ):
                 closed = jax.make_jaxpr(push)(avals, list(itertools.compress(avals, moving)))
         except Exception as error:
+            flow = control_flow(equation)
+            if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
+                raise NotLocal("it has a reverse-mode derivative alone") from error
             custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
             return custom
         # If the rule combines rows, the region is not used.
@@ -433,8 +436,11 @@ class _Evaluation:
         custom.defjvp(rule)
         return custom
 
-    def _with_vjp(self, equation: JaxprEqn, run: Callable[..., Arrays]) -> Callable[..., Arrays]:
-        """A function of one row with the reverse-mode derivative of a `custom_vjp`."""
+    def _with_vjp(
+        self, equation: JaxprEqn, run: Callable[..., Arrays], step: LocalStep
+    ) -> Callable[..., Arrays]:
+        """A function with the reverse-mode derivative of a `custom_vjp`, which is traced for all
+        rows."""
         avals = list(map(struct_of, equation.invars))
         results = list(map(struct_of, equation.outvars))
         # Integers have no cotangents.
@@ -448,28 +454,57 @@ class _Evaluation:
             all_cotangents = replace_chosen(list(map(zero_tangent, results)), moved, cotangents)
             return list(itertools.compress(pull(all_cotangents), moving))
 
-        # Without the axes of the region, as the rules expect.
-        with (
-            traced_over(self.region.mesh),
-            use_abstract_mesh(equation.ctx.cur_abstract_mesh),
+        try:
+            # Without the axes of the region, as the rules expect.
+            with (
+                traced_over(self.region.mesh),
+                use_abstract_mesh(equation.ctx.cur_abstract_mesh),
+            ):
+                forward_jaxpr, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(*avals)
+                cotangents = list(itertools.compress(results, moved))
+                backward_jaxpr = jax.make_jaxpr(backward)(pull, cotangents)
+        except Exception as error:
+            raise NotLocal("it has a derivative rule that cannot be traced") from error
+        states = self.region.states
+        of_residuals = states.of_jaxpr(forward_jaxpr, step.operands)[len(results) :]
+        of_forward = [*step.results, *of_residuals]
+        of_pull = map(self._of_cotangent, itertools.compress(step.results, moved))
+        of_backward = [*of_residuals, *of_pull]
+        wanted = list(map(self._of_cotangent, itertools.compress(step.operands, moving)))
+        # If a rule combines rows, the region is not used.
+        for rule, inputs, outputs in (
+            (forward_jaxpr, step.operands, of_forward),
+            (backward_jaxpr, of_backward, wanted),
         ):
-            forward_jaxpr, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(*avals)
-            cotangents = list(itertools.compress(results, moved))
-            backward_jaxpr = jax.make_jaxpr(backward)(pull, cotangents)
-        evaluate = self.region.evaluate
+            for state, need in zip(states.of_jaxpr(rule, inputs), outputs, strict=True):
+                check_becomes(state, need)
+        run_forward = self.as_function(forward_jaxpr, step.operands, of_forward)
+        run_backward = self.as_function(backward_jaxpr, of_backward, wanted)
 
         def forward_rule(*primals: object) -> tuple[Arrays, Arrays]:
-            arrays = evaluate(forward_jaxpr, primals)
+            arrays = run_forward(*primals)
             return arrays[: len(results)], arrays[len(results) :]
 
         def backward_rule(residuals: Arrays, cotangents: Arrays) -> tuple[object, ...]:
-            used = itertools.compress(cotangents, moved)
-            pulled = evaluate(backward_jaxpr, [*residuals, *used])
+            pulled = run_backward(*residuals, *itertools.compress(cotangents, moved))
             return tuple(replace_chosen(list(map(zero_tangent, avals)), moving, pulled))
 
         custom = jax.custom_vjp(run)
         custom.defvjp(forward_rule, backward_rule)
         return custom
+
+    def _of_cotangent(self, state: State) -> State:
+        """What a device has of the cotangent of an array, from what it has of the array."""
+        if self.region.of_row:
+            return OWN
+        if state in CONDITIONS:
+            raise NotLocal("a derivative rule has a condition of all rows")
+        # Each device adds to the cotangent of what all have, and all have that of a sum.
+        if state is None:
+            return SUM
+        if state is SUM:
+            return None
+        return state
 
     def _solve(self, flow: LinearSolve, inputs: Arrays, step: LocalStep) -> Arrays:
         states, results = step.operands, step.results

@@ -26,7 +26,7 @@ from ._local_states import (
     have_rows,
     is_over_rows,
 )
-from ._loop_weights import can_hoist_gradient_sum, rearranges
+from ._loop_weights import can_hoist_gradient_sum, gets_copies, rearranges
 from ._walk import Scope
 
 BatchDim = Callable[[Value], int | None]  # the dimension of a value that is rows of the batch
@@ -55,7 +55,7 @@ def _is_local(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> bool:
     if not sums_in_every_iteration(equation, scope, batch_dim):
         return False
     results = _results(equation, row_states(equation, scope, batch_dim))
-    return OWN not in results and not has_reverse_rule(equation)
+    return OWN not in results and not has_symbolic_rule(equation)
 
 
 def _results(equation: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
@@ -106,15 +106,22 @@ def row_states(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> list[St
     return states
 
 
-def has_reverse_rule(equation: JaxprEqn) -> bool:
-    """Whether an equation runs a `custom_vjp`."""
+def has_symbolic_rule(equation: JaxprEqn) -> bool:
+    """Whether an equation runs a `custom_vjp` whose rules learn what has no derivative.
+
+    They may refuse derivatives of everything, which is what is known before they are called.
+    """
     for inner in equations_inside(equation):
         flow = control_flow(inner)
-        if isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP:
+        is_rule = isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP
+        if is_rule and flow.symbolic_zeros:
             return True
     return False
 
 
 def _has_shards(scope: Scope, batch_dim: BatchDim, equation: JaxprEqn) -> bool:
     """Whether a weight is combined with rows that its result has, or only rearranged."""
+    # What is inside of a call is not looked at.
+    if gets_copies(equation) is not None:
+        return False
     return rearranges(equation) or batch_dim(scope.values[equation.outvars[0]]) is not None

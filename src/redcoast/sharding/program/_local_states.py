@@ -129,7 +129,7 @@ class LocalStates:
             case Cond():
                 return self._cond(equation, flow, states)
             case Call():
-                return self._call(equation, flow, states)
+                return LocalStep(tuple(states), self.of_jaxpr(flow.jaxpr, states))
             case LinearSolve():
                 return self._linear_solve(equation, flow, states)
         name = primitive_name(equation)
@@ -241,12 +241,6 @@ class LocalStates:
                 raise NotLocal("a sum over rows has other terms on each device")
             return LocalStep(tuple(states), _differing(results, _of_operands(equation)))
         return LocalStep(tuple(states), tuple(results))
-
-    def _call(self, equation: JaxprEqn, flow: Call, states: Sequence[State]) -> LocalStep:
-        # Its rule for a batch may be another function, which is not followed here.
-        if flow.kind is CallKind.OWN_RULES and not set(states) <= {None}:
-            raise NotLocal(f"`{primitive_name(equation)}` has rules of its own")
-        return LocalStep(tuple(states), self.of_jaxpr(flow.jaxpr, states))
 
     def _linear_solve(
         self, equation: JaxprEqn, flow: LinearSolve, states: Sequence[State]

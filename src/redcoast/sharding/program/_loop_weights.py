@@ -5,6 +5,7 @@ from math import prod
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from ...core._control_flow import Call, control_flow, open_jaxpr
 from ...core._jaxpr import variables
 from ..operations import Atom, shape_of
 from ..operations._elementwise_rules import ELEMENTWISE
@@ -20,11 +21,30 @@ def can_hoist_gradient_sum(
     for equation in jaxpr.eqns:
         if var not in variables(equation.invars):
             continue
-        if not _is_supported(equation, var) or not suits(equation):
+        if not suits(equation):
+            return False
+        called = gets_copies(equation)
+        if called is not None:
+            for atom, inside in zip(equation.invars, called.invars, strict=True):
+                if atom is var and not can_hoist_gradient_sum(called, inside, suits):
+                    return False
+            continue
+        if not _is_supported(equation, var):
             return False
         if rearranges(equation) and not can_hoist_gradient_sum(jaxpr, equation.outvars[0], suits):
             return False
     return True
+
+
+def gets_copies(equation: JaxprEqn) -> Jaxpr | None:
+    """What an equation calls with copies of weights in their place, if it calls anything so.
+
+    A policy of `jax.checkpoint` may keep products with weights, and not those with copies.
+    """
+    flow = control_flow(equation)
+    if not isinstance(flow, Call) or flow.has_derivative or flow.policy is not None:
+        return None
+    return open_jaxpr(flow.jaxpr)
 
 
 def rearranges(equation: JaxprEqn) -> bool:

@@ -633,14 +633,24 @@ def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes)
     assert_like_one_device(step, loss_fn)
 
 
-def test_traffic_of_a_map_in_fewer_batches_than_devices():
-    """Rows are sent to the devices that compute them, once before and once after the loop."""
-    loss_fn = ONE_BY_ONE["in few batches"]
+@pytest.mark.parametrize("batch_size", [8, 4])
+def test_traffic_of_a_map_in_fewer_batches_than_devices(batch_size):
+    """Rows are sent to the devices that compute them, once before and once after the loop. If the
+    devices divide neither the batches nor their rows, all get all rows before it."""
+    loss_fn = mapped(lambda params, x: x @ params["outside"], batch_size=batch_size)
     plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
     _, collectives = compiled_step(loss_fn, plan)
+    assert not in_loops(collectives)
     planned = sum(traffic.bytes for traffic in plan.report.program.traffic)
     sent = sum(collective.sent_bytes * collective.count for collective in collectives)
     assert planned == pytest.approx(sent, rel=0.1)
+
+
+def test_a_map_of_rows_that_the_devices_do_not_divide_sends_nothing():
+    loss_fn = mapped(lambda params, x: x @ params["outside"], batch_size=8)
+    batch = jnp.concatenate([BATCH, BATCH[:4]])  # two batches and a remainder
+    plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+    assert sum(traffic.bytes for traffic in plan.report.program.traffic) == 0
 
 
 def of_all_rows(params, batch, key):

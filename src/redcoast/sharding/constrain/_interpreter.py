@@ -454,11 +454,13 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     _, carry_vars, _ = scan.split(scope.jaxpr.invars)
     values = values_of(scope, carry_vars)
     consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
-    if sums_over_iterations(scan) is not None:
-        # A map in batches of rows: each device gets rows of every batch.
+    is_map = sums_over_iterations(scan) is not None
+    if is_map:
+        # Of a map in batches of rows, each device gets rows of every batch, or whole batches if it
+        # cannot have equal parts of them. XLA would gather these in every iteration.
         for place, atom in enumerate(scan.split(equation.invars)[2]):
             value = bound.scope.value_of(atom)
-            if value is not None and shardings.batch_dim(value) == 1:
+            if value is not None and not stored_xs[place] and shardings.batch_dim(value) != 0:
                 xs[place] = shardings.constrain(xs[place], value)
     # (shards, ...), so that their gradients are summed over devices once, after the loop
     copies = copy_weights(scope, shardings, consts)
@@ -485,7 +487,12 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
         policy = gather_again(scope, stored, shardings.batch.count)
     if policy is not None:
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    return scan.run(body, consts, init, xs)
+    results = scan.run(body, consts, init, xs)
+    if is_map:
+        for place, value in enumerate(bound.results[scan.carry :], scan.carry):
+            if shardings.batch_dim(value) != 0:
+                results[place] = shardings.constrain(results[place], value)
+    return results
 
 
 def _gather(

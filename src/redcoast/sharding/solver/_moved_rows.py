@@ -25,6 +25,8 @@ _Slices = dict[SourcePath, Reshard]  # by the path of the result, in the calls a
 
 def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | float]]:
     """The moves of rows, with the bytes that each device sends for them in a step."""
+    if batch.count == 1:
+        return  # each device has all rows
     slices: _Slices = {}
     for move in graph.moves:
         equation = move.source[-1]
@@ -131,11 +133,15 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
 
 
 def _sent_for_batches(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
-    """What devices send so that each has rows of each batch that a scan goes over."""
+    """What devices send so that each has rows of each batch that a scan goes over, or all rows."""
     batches, of_batch, *_ = move.operand.dims
     rows = [node for node, parts in graph.groupings if parts == (batches, of_batch)]
-    if batch.has(batches) or not (batch.has(of_batch) and any(map(batch.has, rows))):
+    rows = list(filter(batch.has, rows))
+    if batch.has(batches) or not rows:
         return 0
-    devices, others = batch.around(of_batch, (*move.rows, *move.operand.dims))
-    part = move.operand.bytes / devices / others
+    devices, others = batch.around(rows[0], (*move.rows, *move.operand.dims))
+    whole = move.operand.bytes / others
+    if not batch.has(of_batch):
+        return all_gather(devices, whole) * move.times
+    part = whole / devices
     return (graph.sizes[batches] - 1) * part * (move.times + move.backward)

@@ -118,3 +118,33 @@ def test_forms_train_alike_on_a_mesh():
         assert eqx.tree_equal(state.opt_state, states[0].opt_state)
         assert eqx.tree_equal(state.model, states[0].model)
     assert np.all(states[0].model.layers[0].weight == make_model().layers[0].weight)
+
+
+@pytest.mark.parametrize("form", ["layers/2", lambda path, x: "layers/2" in path])
+def test_a_run_of_a_created_model_trains_the_selected_part_and_is_resumed(form, tmp_path):
+    # The arrays of such a model have only shapes when a run is planned, and when it is resumed.
+    examples = [{"x": x, "y": y} for x, y in zip(*batch_of(8).values(), strict=True)]
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    options: Any = {"loss_fn": loss_fn, "batch_size": 4, "trainable": form, "log": False}
+    for steps in (1, 2):
+        state = rc.fit(
+            lambda key: make_model(), optimizer, examples, steps=steps, checkpoints=tmp_path,
+            **options,
+        )  # fmt: skip
+    after, before = state.model.layers, make_model().layers
+    assert not eqx.tree_equal(after[2], before[2])
+    assert eqx.tree_equal(after[:2], before[:2])
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_filters_that_tell_numpy_arrays_apart_are_refused(is_function):
+    # Training converts NumPy arrays, and so would train one that the user meant to freeze.
+    model = {"w": jnp.ones(3), "table": np.ones(3, np.float32)}
+    start = model
+    if is_function:
+        start = lambda key: model
+    for form in (lambda x: isinstance(x, jax.Array), lambda x: not isinstance(x, np.ndarray)):
+        with pytest.raises(ValueError, match="`trainable` selects other leaves.*table.*by path"):
+            rc.init_state(start, optax.sgd(0.1), key=jax.random.key(0), trainable=form)
+    by_path = lambda path, x: path != "table"
+    rc.init_state(start, optax.sgd(0.1), key=jax.random.key(0), trainable=by_path)

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ._errors import several
-from ._pytree import is_layer_state, join, show_path, split
+from ._pytree import ARRAYS, is_layer_state, join, show_path, split
 
 _FORMS = (
     "It must be a function of the model that returns a part of it, such as `lambda m: "
@@ -40,6 +40,14 @@ def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTre
     return eqx.partition(model, mask)
 
 
+def abstract_trainable(model: PyTree, trainable: PyTree) -> PyTree:
+    """The shapes and dtypes of the trainable leaves of a model, concrete or abstract."""
+    arrays, static = split(model)
+    # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
+    params = lambda arrays: partition_trainable(join(arrays, static), trainable)[0]
+    return jax.eval_shape(params, arrays)
+
+
 def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
     """Whether the optimizer trains each array of a tree, concrete or abstract."""
     arrays, static = split(tree)
@@ -53,6 +61,32 @@ def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
 
     jax.eval_shape(look, arrays)
     return are_trained
+
+
+def refuse_filter_of_numpy(model: PyTree, trainable: PyTree) -> None:
+    """Raises if `trainable` selects a NumPy array only once it is an array of JAX, or vice versa.
+
+    Training converts the NumPy arrays of a model, and applies `trainable` before and after.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    names = [show_path(path) for path, x in leaves if isinstance(x, ARRAYS)]
+    arrays = split(model)[0]
+    if not any(isinstance(x, np.ndarray) and eqx.is_inexact_array(x) for x in arrays):
+        return
+    params, _ = partition_trainable(model, trainable)
+    ids = set(map(id, jax.tree.leaves(params)))
+    converted = trainable_arrays(model, trainable)
+    changed = [
+        name
+        for name, x, is_trained in zip(names, arrays, converted, strict=True)
+        if isinstance(x, np.ndarray) and is_trained != (id(x) in ids)
+    ]
+    if changed:
+        raise ValueError(
+            f"`trainable` selects other leaves once the NumPy arrays at {several(changed, 3)} are "
+            "arrays of JAX, to which training converts them. Select leaves by path, such as with "
+            f"`trainable=lambda path, x: path != {changed[0]!r}`, or by a tree of booleans."
+        )
 
 
 def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:

@@ -16,7 +16,7 @@ from ..core._axis_types import with_auto_axes
 from ..core._errors import check_kind, noting, several, wrong_type
 from ..core._frames import warn
 from ..core._pytree import ARRAYS, leaf_paths
-from ..core._trainable import partition_trainable
+from ..core._trainable import abstract_trainable
 from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
 from ..data._loading import OwnBatches
@@ -245,7 +245,7 @@ def warn_of_hyperparameters(
     if isinstance(model_or_state, TrainState):
         now = constant_hyperparameters(model_or_state.opt_state)
     else:
-        trained, _ = partition_trainable(abstract.model, training.trainable)
+        trained = abstract_trainable(abstract.model, training.trainable)
         now = initial_hyperparameters(training.optimizer, trained)
     changed = [name for name in before if now.get(name, before[name]) != before[name]]
     if changed and is_main():

@@ -17,7 +17,7 @@ from ..core._frames import warn
 from ..core._jaxpr import is_inexact
 from ..core._low_rank import AbstractLowRank
 from ..core._pytree import show_path
-from ..core._trainable import partition_trainable
+from ..core._trainable import abstract_trainable, partition_trainable
 from ..distributed._arrays import place_tree
 from ._labels import accept_module_labels
 from ._optimizer import refuse_optimizer_states, refuse_per_example
@@ -118,7 +118,7 @@ def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
 
 def _warn_of_narrow_floats(model: PyTree, trainable: PyTree) -> None:
     """Warns of parameters that an optimizer cannot train."""
-    leaves = jax.tree_util.tree_leaves_with_path(partition_trainable(model, trainable)[0])
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_trainable(model, trainable))
     for dtype in sorted({x.dtype for _, x in leaves}, key=str):
         if dtype.itemsize > 2 or dtype == jnp.bfloat16:
             continue

@@ -28,7 +28,7 @@ from ..core._frames import hide_frames, warn
 from ..core._pytree import ARRAYS, Arrays, Static, join, show_place, split
 from ..core._target import target
 from ..core._train_state import AbstractTrainState
-from ..core._trainable import partition_trainable
+from ..core._trainable import partition_trainable, refuse_filter_of_numpy
 from ..core._user_functions import calling
 from ..data._per_batch import has_per_batch
 from ..distributed._agreement import agree_on_program
@@ -183,6 +183,7 @@ def state_of_model(
 ) -> TrainState:
     """Creates the state at step 0 from a copy of a model."""
     create = lambda model, key: state_of(model, optimizer, key=key, **options)
+    refuse_filter_of_numpy(model, options["trainable"])
     # Copies: training donates its state.
     if shardings is None:
         return create(*copy_tree((model, key)))
@@ -201,6 +202,7 @@ def state_of(
     average: int | float | None = None,
 ) -> TrainState:
     """Creates the state at step 0 for a given model."""
+    refuse_filter_of_numpy(model, trainable)
     model = tree_to_jax_dtypes(model, "the model")
     params, _ = partition_trainable(model, trainable)
     if not jax.tree.leaves(params):

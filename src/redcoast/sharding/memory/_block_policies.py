@@ -54,6 +54,20 @@ class BlockPolicy:
 BlockPolicies = Sequence[tuple[StepBlock, BlockPolicy]]
 
 
+def combined(policies: Iterable[BlockPolicy]) -> BlockPolicy:
+    """What several blocks keep, whose backward passes run one after another."""
+    total = BlockPolicy(recomputes=False)
+    for policy in policies:
+        total = BlockPolicy(
+            recomputes=total.recomputes or policy.recomputes,
+            kept_bytes=total.kept_bytes + policy.kept_bytes,
+            backward_bytes=max(total.backward_bytes, policy.backward_bytes),
+            seconds=total.seconds + policy.seconds,
+            flops=total.flops + policy.flops,
+        )
+    return total
+
+
 def pareto_front(policies: Iterable[BlockPolicy], most: int = _MOST_POLICIES) -> list[BlockPolicy]:
     """The policies that no other is as good as in both memory and time, at most so many."""
     order = lambda policy: (policy.seconds, policy.kept_bytes, policy.most_bytes)

@@ -7,6 +7,7 @@ as a whole, and then needs memory for what its derivatives need.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -50,17 +51,17 @@ class StepBlock:
     @property
     def seconds(self) -> list[float]:
         """What each of its steps takes."""
-        return [step.seconds for step in self.steps]
+        return list(map(attrgetter("seconds"), self.steps))
 
     @property
     def needs(self) -> set[int]:
         """The values that the derivatives of its steps need."""
-        return set().union(*(step.needs for step in self.steps))
+        return set().union(*map(attrgetter("needs"), self.steps))
 
     @property
     def residuals(self) -> set[int]:
         """The values that JAX keeps for its steps; in loops only."""
-        return set().union(*(step.residuals for step in self.steps))
+        return set().union(*map(attrgetter("residuals"), self.steps))
 
 
 def bytes_for_derivatives(flat: Flat) -> float:

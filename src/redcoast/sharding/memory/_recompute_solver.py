@@ -9,7 +9,13 @@ from itertools import combinations
 import numpy as np
 
 from ..tree._leaf_plans import Recompute
-from ._block_policies import BlockPolicies, BlockPolicy, pareto_front, policies_of_block
+from ._block_policies import (
+    BlockPolicies,
+    BlockPolicy,
+    combined,
+    pareto_front,
+    policies_of_block,
+)
 from ._flat import Flat, FlatLoop
 from ._partition import StepBlock, bytes_for_derivatives, partition
 
@@ -64,9 +70,9 @@ class RecomputeSolver:
                 high = room
             else:
                 low = room
-                if chosen and (not best or seconds_of(chosen) <= seconds_of(best)):
+                if chosen and (not best or total_of(chosen).seconds <= total_of(best).seconds):
                     best = chosen
-                if chosen and not seconds_of(chosen):
+                if chosen and not total_of(chosen).seconds:
                     break
             room = (low + high) / 2
         if best:
@@ -151,9 +157,9 @@ def footprint(flat: Flat, chosen: BlockPolicies) -> tuple[float, float]:
     return most, total
 
 
-def seconds_of(chosen: BlockPolicies) -> float:
-    """The time of all that is computed again."""
-    return sum((policy.seconds for _, policy in chosen), 0.0)
+def total_of(chosen: BlockPolicies) -> BlockPolicy:
+    """What all blocks keep and compute again."""
+    return combined(policy for _, policy in chosen)
 
 
 def _least_time(flat: Flat, options: _PoliciesOfBlocks, limit: float) -> BlockPolicies:
@@ -211,14 +217,8 @@ def _merged(
     merged: list[BlockPolicy] = []
     for earlier in before:
         for policy in policies:
-            both = BlockPolicy(
-                earlier.recomputes or policy.recomputes,
-                inner=((*earlier.inner[0], (block, policy)),),
-                kept_bytes=earlier.kept_bytes + policy.kept_bytes,
-                backward_bytes=max(earlier.backward_bytes, policy.backward_bytes),
-                seconds=earlier.seconds + policy.seconds,
-                flops=earlier.flops + policy.flops,
-            )
+            inner = (*earlier.inner[0], (block, policy))
+            both = replace(combined((earlier, policy)), inner=(inner,))
             merged.append(both)
     return pareto_front(merged, 2 * _MOST_OF_BODY)
 
@@ -234,43 +234,25 @@ def _of_iteration(loop: FlatLoop, chosen: BlockPolicies) -> BlockPolicy:
         if step.needs:
             read.update(step.reads)
     kept_bytes = kept + body.bytes_of(read.intersection(carry))
-    recomputes, flops = False, 0.0
-    for _, policy in chosen:
-        recomputes |= policy.recomputes
-        flops += policy.flops
-    return BlockPolicy(
-        recomputes,
-        inner=(chosen,),
-        kept_bytes=kept_bytes,
-        backward_bytes=most - kept,
-        seconds=seconds_of(chosen),
-        flops=flops,
+    return replace(
+        total_of(chosen), inner=(chosen,), kept_bytes=kept_bytes, backward_bytes=most - kept
     )
 
 
 def _in_turn(turns: Sequence[BlockPolicy], length: int) -> BlockPolicy:
     """What a loop keeps whose iterations choose in turn."""
-    recomputes = False
-    kept_bytes = backward_bytes = seconds = flops = 0.0
+    total, times = combined(turns), length / len(turns)
     inner: list[BlockPolicies] = []
-    for policy in turns:
-        recomputes |= policy.recomputes
-        inner.append(policy.inner[0])
-        kept_bytes += policy.kept_bytes
-        backward_bytes = max(backward_bytes, policy.backward_bytes)
-        seconds += policy.seconds
-        flops += policy.flops
-    if not recomputes:
-        inner = []
-    times = length / len(turns)
+    if total.recomputes:
+        inner = [policy.inner[0] for policy in turns]
     return BlockPolicy(
-        recomputes,
+        total.recomputes,
         inner=tuple(inner),
-        kept_bytes=times * kept_bytes,
+        kept_bytes=times * total.kept_bytes,
         # What an iteration keeps is copied to where all of them keep it, and back.
-        backward_bytes=backward_bytes + kept_bytes,
-        seconds=times * seconds,
-        flops=times * flops,
+        backward_bytes=total.backward_bytes + total.kept_bytes,
+        seconds=times * total.seconds,
+        flops=times * total.flops,
     )
 
 

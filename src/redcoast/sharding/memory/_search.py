@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..tree._leaf_plans import Recompute
-from ._recompute_solver import RecomputeSolver, footprint, seconds_of
+from ._recompute_solver import RecomputeSolver, footprint, total_of
 
 # A block needs at most a part of the memory; more parts are more and smaller blocks.
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -42,11 +42,8 @@ def least_within(solver: RecomputeSolver, limit: int | float) -> RecomputeCandid
         recompute = Recompute(parts, share)
         chosen = solver.solve(recompute)
         most, _ = footprint(solver.flat, chosen)
-        flops = 0.0
-        for _, choice in chosen:
-            flops += choice.flops
-        seconds = seconds_of(chosen)
-        candidates.append(RecomputeCandidate(recompute, most, seconds, flops))
+        total = total_of(chosen)
+        candidates.append(RecomputeCandidate(recompute, most, total.seconds, total.flops))
     within = [candidate for candidate in candidates if candidate.bytes <= limit]
     if within:
         return min(within, key=lambda candidate: (candidate.seconds, candidate.bytes))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Memory:
     """An estimate of the bytes in use on each device.
 
-    - `gradients`, `optimizer_state`: Those of the arrays that are trained.
+    - `gradients`, `optimizer_state`: Those of the arrays that are trained. Gradients are counted in
+        the precision in which they are kept until the update.
     - `activations`: Intermediate values when most memory is in use: what is kept for the backward
         pass, and what the operations that run then need.
     - `total`: The sum.

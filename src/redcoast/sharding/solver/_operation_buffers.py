@@ -252,10 +252,13 @@ class OperationBuffers:
         together with those of other products.
         """
         roots = step.frame.of(atom)
-        if len(roots) == 1 and roots[0].parameter is not None:
-            self.time.add_gradient(roots[0].parameter, step.source)
-            return ()
         size = self.time.size_of(step.value(atom))
+        if len(roots) == 1 and roots[0].parameter is not None:
+            parameter = roots[0].parameter
+            # The gradients of slices take as much together as that of the array.
+            if size >= parameter.local or parameter not in self.time.summed:
+                self.time.add_gradient(parameter, step.source)
+            return ()
         if is_product(step.equation):
             size = self.time.gathered_size_of(step.value(atom))
         return (self.time.write(size, step.source),)

@@ -38,6 +38,7 @@ def take_steps(state, batch, optimizer):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.few("clipped")
 def test_a_state_on_the_host_is_updated_as_on_the_device_without_copies_of_whole_stacks(name):
     optimizer = OPTIMIZERS[name]
     random = np.random.default_rng(0)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ._check_config import check_fields
@@ -132,7 +133,7 @@ def scaled_angles(
     head_dim: int,
     base: int | float,
     scaling: RopeScaling | Yarn | LongRope | None,
-    dtype: np.dtype,
+    dtype: DTypeLike,
     lengths: Int[Array, " batch"] | None = None,
 ) -> Angles:
     """Returns the cosines and sines of the angles at each position, which may be scaled. `lengths`
@@ -187,7 +188,7 @@ def rotary_frequencies(
 
 
 def rotary_angles(
-    positions: Positions, frequencies: Float[np.ndarray, " half"], dtype: np.dtype
+    positions: Positions, frequencies: Float[np.ndarray, " half"], dtype: DTypeLike
 ) -> Angles:
     """Returns the cosines and sines of the angles at each position."""
     angles = positions[:, :, None, None].astype(dtype)  # (batch, seq, heads, half)

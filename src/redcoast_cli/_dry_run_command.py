@@ -282,8 +282,8 @@ def attempt(
     return Attempt(run, settings)
 
 
-def _step_options(c: DryRunCommand) -> Figures:
-    options: dict[str, object] = {"accumulate": c.accumulate, "compute_dtype": None}
+def _step_options(c: DryRunCommand) -> dict[str, Any]:
+    options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": None}
     # The library never suggests lowering a dtype that was given, as "float32" would be.
     if c.dtype != "float32":
         options["compute_dtype"] = jnp.dtype(c.dtype)

@@ -298,7 +298,7 @@ def _is_even(q: Array, k: Array) -> bool:
 
 
 def _attend_in_kernel(
-    q: Array, k: Array, v: Array, visible: Visible, bias: Bias, scale: float
+    q: Array, k: Array, v: Array, visible: Visible, bias: Any, scale: float
 ) -> Array:
     options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
     queries, keys = q.shape[1], k.shape[1]

@@ -111,7 +111,7 @@ def run_constrained(
         scatter, for which it sums those of the products first. With the constraint between them, it
         adds them, and sums once.
         """
-        if atom not in waiting | gathered:
+        if isinstance(atom, Literal) or atom not in waiting | gathered:
             return x
         if atom not in looked_up:
             looked_up[atom] = shardings.constrain(env[atom], scope.values[atom])

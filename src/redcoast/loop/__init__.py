@@ -1,8 +1,8 @@
 """`fit`, `evaluate` and `predict_examples`: the loops, what they check, and when they stop.
 
-`_fit.py` tells a run from its arguments to its last checkpoint. `_setup.py` has what precedes the
-first step, `_training_loop.py` the steps, evaluations and saves, `_calls.py` how many steps are
-taken in a call, and `_steps.py` the innermost loop of a user's own. `_stop.py` has signals,
-`_nonfinite.py` the reasons of a step that was skipped, and `_consistency.py` what processes have to
-agree on.
+`_fit.py` tells a run from its arguments, which are one record (`_run_settings.py`), to its last
+checkpoint. `_setup.py` has what precedes the first step, `_training_loop.py` the steps, evaluations
+and saves, `_calls.py` how many steps are taken in a call, and `_steps.py` the innermost loop of a
+user's own. `_stop.py` has signals, `_nonfinite.py` the reasons of a step that was skipped, and
+`_consistency.py` what processes have to agree on.
 """

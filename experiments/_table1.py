@@ -14,7 +14,7 @@ from _options import Maybe, refuse
 
 import redcoast as rc
 from redcoast_cli._reach import dry_run_to_fit
-from redcoast_cli.workload import make_workload
+from redcoast_cli._workload import make_workload
 
 PAPER_1080TI = 10 * 10**9  # bytes; the paper counts 10 of the card's 11 GB
 

@@ -46,7 +46,7 @@ from _cells import (
 )
 from _table1 import Row, choose_rows, in_order
 
-from redcoast_cli.workload import make_workload
+from redcoast_cli._workload import make_workload
 
 Platform = Literal["a100", "v4"]
 

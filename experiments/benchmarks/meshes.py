@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import markdown
 
 import redcoast as rc
-from redcoast_cli.workload import make_workload
+from redcoast_cli._workload import make_workload
 
 # The name of the model, the sequence length, and the batch size.
 CASES: tuple[tuple[str, int, int], ...] = (

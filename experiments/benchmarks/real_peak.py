@@ -25,7 +25,7 @@ import redcoast as rc
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import in_gib, markdown
 
-from redcoast_cli.workload import Workload, make_workload
+from redcoast_cli._workload import Workload, make_workload
 
 MODELS = ("gpt2-small", "gpt2-medium", "gpt2-large")
 

@@ -23,7 +23,7 @@ from ._options import DryRunCommand
 from ._phase_display import show_phases
 from ._reach import dry_run_to_fit, longest_sequence, sizes_of
 from ._usage import mesh_sizes, refuse, refuse_impossible_size
-from .workload import Workload, make_workload, state_bytes
+from ._workload import Workload, make_workload, state_bytes
 
 # The figures of a dry run, or its options, by name: numbers, texts, and dicts of them.
 Figures = Mapping[str, Any]

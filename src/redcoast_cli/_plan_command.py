@@ -12,7 +12,7 @@ from redcoast.dryrun._phases import enter_phase
 from ._options import PlanCommand
 from ._phase_display import show_phases
 from ._usage import mesh_sizes, refuse, refuse_impossible_size
-from .workload import make_workload
+from ._workload import make_workload
 
 
 def main(c: PlanCommand) -> None:

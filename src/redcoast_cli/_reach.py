@@ -9,7 +9,7 @@ import redcoast as rc
 from redcoast.dryrun._chips import Chip
 from redcoast.dryrun._target_name import TargetDevices, parse_target
 
-from .workload import MOST_TOKENS, Workload, state_bytes
+from ._workload import MOST_TOKENS, Workload, state_bytes
 
 STEP = 128  # tokens; lengths are multiples of it
 SIDES = (1, 2, 4, 8, 16)  # the sides of slices

@@ -122,16 +122,21 @@ def test_forms_train_alike_on_a_mesh():
 
 @pytest.mark.parametrize("form", ["layers/2", lambda path, x: "layers/2" in path])
 def test_a_run_of_a_created_model_trains_the_selected_part_and_is_resumed(form, tmp_path):
-    # The arrays of such a model have only shapes when a run is planned, and when it is resumed.
+    """The arrays of such a model have only shapes when a run is planned, and when it is resumed."""
     examples = [{"x": x, "y": y} for x, y in zip(*batch_of(8).values(), strict=True)]
+    # Hyperparameters in the state are compared with those of the checkpoint.
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     options: Any = {"loss_fn": loss_fn, "batch_size": 4, "trainable": form, "log": False}
-    for steps in (1, 2):
-        state = rc.fit(
-            lambda key: make_model(), optimizer, examples, steps=steps, checkpoints=tmp_path,
-            **options,
-        )  # fmt: skip
-    after, before = state.model.layers, make_model().layers
+
+    def run(steps, checkpoints=None):
+        init_fn = lambda key: make_model()
+        return rc.fit(init_fn, optimizer, examples, steps=steps, checkpoints=checkpoints, **options)
+
+    whole = run(2)
+    run(1, tmp_path)
+    resumed = run(2, tmp_path)
+    assert eqx.tree_equal(resumed.model, whole.model)
+    after, before = whole.model.layers, make_model().layers
     assert not eqx.tree_equal(after[2], before[2])
     assert eqx.tree_equal(after[:2], before[:2])
 

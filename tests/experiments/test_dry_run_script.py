@@ -178,7 +178,7 @@ def fitting(config_json, monkeypatch, first, others, usable=None):
     found = rc.MeshSuggestion(best.mesh, best.fits is True, "cpu:2", None, candidates)
     monkeypatch.setattr(module.rc, "dry_run", run)
     monkeypatch.setattr(module.rc, "suggest_mesh", lambda *args, **options: found)
-    workload = script("redcoast_cli.workload").make_workload(str(config_json), 8)
+    workload = script("redcoast_cli._workload").make_workload(str(config_json), 8)
     module.dry_run_to_fit(workload, 2, "cpu:2", usable=usable)
     return asked
 
@@ -293,7 +293,7 @@ def test_an_unknown_config_json_exits_with_2(tmp_path, capsys):
     ],
 )
 def test_every_kind_of_model_has_a_loss(model, names):
-    workload = script("redcoast_cli.workload").make_workload(model)
+    workload = script("redcoast_cli._workload").make_workload(model)
     init_fn, loss_fn, batch, _ = workload.arguments(4)
     made = eqx.filter_eval_shape(init_fn, jax.random.key(0))
     assert made.config.remat == "full"
@@ -304,7 +304,7 @@ def test_every_kind_of_model_has_a_loss(model, names):
 
 @pytest.mark.thorough
 def test_the_loss_of_a_language_model_is_of_its_vocabulary(config_json):
-    workload = script("redcoast_cli.workload").make_workload(str(config_json), 8, chunk=4)
+    workload = script("redcoast_cli._workload").make_workload(str(config_json), 8, chunk=4)
     init_fn, loss_fn, shapes, _ = workload.arguments(2)
     ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     loss = jax.jit(lambda key, batch: loss_fn(init_fn(key), batch, key))(jax.random.key(0), ones)
@@ -314,17 +314,17 @@ def test_the_loss_of_a_language_model_is_of_its_vocabulary(config_json):
 def test_images_of_a_file_keep_their_size(tmp_path):
     config = ViTConfig(width=32, layers=1, heads=2, hidden=64, image=(32, 32), patch=(8, 8))
     (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
-    workload = script("redcoast_cli.workload").make_workload(str(tmp_path))
+    workload = script("redcoast_cli._workload").make_workload(str(tmp_path))
     assert workload.make_batch(2)["inputs"].shape == (2, 3, 32, 32)
     assert workload.seq is None
 
 
 def test_learned_positions_are_added_with_a_note():
-    workload = script("redcoast_cli.workload").make_workload("gpt2-small", 2048)
+    workload = script("redcoast_cli._workload").make_workload("gpt2-small", 2048)
     model = eqx.filter_eval_shape(workload.init_fn, jax.random.key(0))
     assert model.position_embed.shape[0] == 2048
     assert "1024 learned positions; here it has 2048" in workload.notes[0]
-    assert script("redcoast_cli.workload").make_workload("gpt2-small", 512).notes == ()
+    assert script("redcoast_cli._workload").make_workload("gpt2-small", 512).notes == ()
 
 
 @pytest.mark.parametrize("limit", [0, 100, 128, 5000, 8192, 10**9])
@@ -352,7 +352,7 @@ def test_rows_of_the_paper_have_models_and_halves():
         whole, half = parse_target(row.target), parse_target(row.half)
         assert whole.count == 2 * half.count
         assert whole.chip.name == half.chip.name
-        script("redcoast_cli.workload").find_model(row.model)
+        script("redcoast_cli._workload").find_model(row.model)
 
 
 def cell(model, column, peak, **more):
@@ -450,7 +450,7 @@ def test_the_cpu_compiler_replaces_missing_compilers(config_json, monkeypatch):
         monkeypatch.setitem(sys.modules, name, there)
     assert importlib.util.find_spec("libtpu") is not None
     script("cpu_bias").forget_accelerators()
-    workload = script("redcoast_cli.workload").make_workload(str(config_json), 8)
+    workload = script("redcoast_cli._workload").make_workload(str(config_json), 8)
     for target in ("v4:2x2x1", "a100-40gb:2"):
         run = rc.dry_run(*workload.arguments(4), target=target, suggest=False)
         assert run.compiler == "cpu"
@@ -462,7 +462,7 @@ def test_shardings_by_hand_are_those_of_megatron(tmp_path):
     # All arrays but keys and values have the 4,096 elements from which on they are FSDP-sharded.
     settings = write_config(dataclasses.replace(TINY, width=64, hidden=128))
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    workload = script("redcoast_cli.workload").make_workload(str(tmp_path), 16)
+    workload = script("redcoast_cli._workload").make_workload(str(tmp_path), 16)
     plan = script("megatron_ahead").plan_by_hand(make_job(*workload.arguments(4)), mesh)
     found = jax.tree_util.tree_leaves_with_path(plan.shardings.model)
     found = {jax.tree_util.keystr(p, simple=True, separator="/"): s.spec for p, s in found}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,14 +61,24 @@ def test_layers_are_copied_for_a_gpu_if_they_take_at_most_a_quarter_of_its_memor
 def test_tokens_are_those_of_the_stack(config, beams, monkeypatch):
     model, tokens = make(config), np.arange(2 * 16).reshape(2, 16)
     call = lambda model: rc.generate(model, tokens, max_new_tokens=8, beams=beams, eos=())
-    separate, traced = call(model), jax.jit(call)(model)
-    monkeypatch.setattr("redcoast.models._by_layer._memory", lambda _: 0)
-    stacked = jax.jit(lambda model: call(model))(model)
+    separate, stacked = call(model), jax.jit(call)(model)
+    monkeypatch.setattr("redcoast.models._by_layer._memory", lambda _: 10**9)
+    with compiling_for(Target("gpu", 9)):
+        traced = jax.jit(lambda model: call(model))(model)
     np.testing.assert_array_equal(separate, stacked)
     np.testing.assert_array_equal(traced, stacked)
 
 
-def test_a_traced_call_takes_layers_apart_before_its_loop_if_there_is_memory(monkeypatch):
+@pytest.mark.thorough
+def test_models_under_vmap_generate_without_jit():
+    keys = jax.random.split(jax.random.key(0), 2)
+    several = eqx.filter_vmap(lambda key: models.Llama(LLAMA, key=key))(keys)
+    call = lambda model: rc.generate(model, np.ones((1, 4), int), max_new_tokens=4, eos=())
+    first = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, several)
+    np.testing.assert_array_equal(eqx.filter_vmap(call)(several)[0], call(first))
+
+
+def test_a_traced_call_takes_layers_apart_before_its_loop_if_a_gpu_has_room(monkeypatch):
     """Otherwise each token copies the weights of all layers out of their stacks."""
     model = make()
     size = sum(x.nbytes for x in jax.tree.leaves(model.layers))
@@ -77,7 +88,9 @@ def test_a_traced_call_takes_layers_apart_before_its_loop_if_there_is_memory(mon
         monkeypatch.setattr("redcoast.models._by_layer._memory", lambda _: memory)
         call = lambda model: rc.generate(model, np.ones((1, 4), int), max_new_tokens=8, eos=())
         inputs = []
-        for equation in jax.make_jaxpr(call)(model).eqns:
+        with compiling_for(Target("gpu", 9)):
+            program = jax.make_jaxpr(call)(model)
+        for equation in program.eqns:
             if equation.primitive.name == "while":
                 inputs += [x.aval.shape for x in equation.invars]
         assert (16, 32) in inputs or model.layers.up.shape in inputs

@@ -50,6 +50,10 @@ OF_THE_COMMAND = {
     "_options.py": "how it reads meshes, wraps its help and refuses options, for all scripts",
     "_table1.py": "its search for the smallest number of devices, for the models of a paper",
     "dry_run.py": "the command `redcoast dry-run`, with one more option",
+    "exact.py": "how it reads meshes",
+    "megatron_ahead.py": "the workloads of its dry runs",
+    "meshes.py": "the workloads of its dry runs",
+    "real_peak.py": "the workloads of its dry runs",
 }
 PRIVATE_OF_COMMAND = re.compile(r"\bredcoast_cli import (\w+, )*_|\bredcoast_cli(\.\w+)*\._\w")
 PRIVATE = re.compile(r"\b(from|import) redcoast(\.\w+)* import (\w+, )*_|\bredcoast(\.\w+)*\._\w")

@@ -635,8 +635,9 @@ def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes)
 
 @pytest.mark.parametrize("batch_size", [8, 4])
 def test_traffic_of_a_map_in_fewer_batches_than_devices(batch_size):
-    """Rows are sent to the devices that compute them, once before and once after the loop. If the
-    devices divide neither the batches nor their rows, all get all rows before it."""
+    """Rows are sent to the devices that compute them, once before and once after the loop. If
+    neither the number of batches nor `batch_size` is a multiple of the number of devices, all rows
+    are gathered before it."""
     loss_fn = mapped(lambda params, x: x @ params["outside"], batch_size=batch_size)
     plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
     _, collectives = compiled_step(loss_fn, plan)
@@ -646,11 +647,15 @@ def test_traffic_of_a_map_in_fewer_batches_than_devices(batch_size):
     assert planned == pytest.approx(sent, rel=0.1)
 
 
-def test_a_map_of_rows_that_the_devices_do_not_divide_sends_nothing():
+def test_a_map_of_rows_that_do_not_divide_sends_nothing():
+    """Every device has all rows, so that nothing is gathered."""
     loss_fn = mapped(lambda params, x: x @ params["outside"], batch_size=8)
     batch = jnp.concatenate([BATCH, BATCH[:4]])  # two batches and a remainder
     plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(batch, None))
     assert sum(traffic.bytes for traffic in plan.report.program.traffic) == 0
+    step = jax.jit(jax.value_and_grad(plan.constrain(loss_fn)))
+    compiled = step.lower(jax.device_put(PARAMS, plan.shardings), batch, None).compile()
+    assert not collectives(compiled.as_text(), plan.mesh)
 
 
 def of_all_rows(params, batch, key):

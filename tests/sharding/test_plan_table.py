@@ -207,7 +207,8 @@ def test_what_is_not_split_says_why():
     plan = plan_shardings(model, mesh_of(fsdp=4), fn=loss, args=(array(2048, 61), None))
     assert reason(plan, "1/up") == "replicated: small, fewer than 4,096 elements"
     assert reason(plan, "0/up") == "replicated: 257 does not divide over fsdp=4 (256 or 260 would)"
-    # Where all devices divide the batch, 10 columns would be no reason if they were 8.
+    # 10 columns do not divide over `model`, but `model` shards the batch here, so that this is not
+    # the reason.
     few = {"up": array(64, 64), "head": array(64, 10)}
     small = lambda m, x, key: jnp.mean(jnp.tanh(x @ m["up"]) @ m["head"])
     plan = plan_shardings(few, mesh_of(data=2, model=4), fn=small, args=(array(4096, 64), None))

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
 
-STACK = (2, 1024, 1024)
+STACK = (2, 1024, 1024)  # 2**20 elements a layer, the least that are updated one layer at a time
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
@@ -40,6 +40,8 @@ def take_steps(state, batch, optimizer):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.few("clipped")
 def test_a_state_on_the_host_is_updated_as_on_the_device_without_copies_of_whole_stacks(name):
+    """No array of the program copies a whole stack to the device, unless the optimizer needs all
+    layers at once."""
     optimizer = OPTIMIZERS[name]
     random = np.random.default_rng(0)
     layers = random.normal(0, 0.03, STACK).astype(np.float32)

@@ -69,7 +69,10 @@ def sent(name, mesh, loss_fn=loss_fn, accumulate=1):
     overrides = [("up", (None, *overridden(mesh))), ("down", (None, *overridden(mesh)[::-1]))]
     batch = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype)
     plan = rc.plan_step(
-        *(state, loss_fn, batch, mesh),
+        state,
+        loss_fn,
+        batch,
+        mesh,
         overrides=overrides,
         optimizer=optimizer,
         accumulate=accumulate,

@@ -4,8 +4,10 @@ The compression of the arrays has no checksum, so a flipped bit would usually be
 number.
 """
 
+import functools as ft
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,19 +16,31 @@ from pathlib import Path
 from ..core._read_json import open_regular, read_json
 
 FILE = "checksums.json"
-# CRC-32C detects corruption, not tampering, as well as CRC-32 does. Processors have an instruction
-# for it, so that it takes half as long.
-ALGORITHM = "crc32c"
-OF_EARLIER_VERSIONS = "crc32"
-BLOCK_BYTES = 2**18
+CRC32C, CRC32 = "crc32c", "crc32"
+BLOCK_BYTES = 2**18  # other threads of Python wait while the checksum of a block is computed
 THREADS = 4
 Extend = Callable[[int, bytes], int]  # the checksum of some bytes and of those that follow them
 
 
+@ft.cache
+def algorithm() -> str:
+    """The algorithm of new checksums, which detects corruption, not tampering.
+
+    Processors have an instruction for CRC-32C, so that it takes less than half as long as CRC-32.
+    Where there is no compiled package for it, it would take many times as long.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the package is slow
+        import google_crc32c  # when it is needed, not with redcoast
+    if google_crc32c.implementation == "c":
+        return CRC32C
+    return CRC32
+
+
 def write_checksums(directory: Path) -> None:
     """Records the sizes and checksums of all files in a checkpoint's directories."""
-    sums = dict(_measured(directory, sorted(_files(directory)), ALGORITHM))
-    document = {"algorithm": ALGORITHM, "files": sums, "of_this": _seal(sums)}
+    sums = dict(_measured(directory, sorted(_files(directory)), algorithm()))
+    document = {"algorithm": algorithm(), "files": sums, "of_this": _seal(sums)}
     (directory / FILE).write_text(json.dumps(document, indent=1), "utf-8")
 
 
@@ -36,12 +50,13 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
     - `directory`: the checkpoint.
     - `part`, `parts`: which share of the files to read. The sizes of all files are compared.
 
-    Returns a sentence that names the first damaged file, or `None`.
+    Returns a sentence that names the first damaged file, or `None`; also `None` if the checksums
+    are of an unknown algorithm, or if there are none.
     """
     try:
         sizes = _files(directory)
-        algorithm = kind_of_checksums(directory)
-        if algorithm not in (ALGORITHM, OF_EARLIER_VERSIONS):
+        kind = kind_of_checksums(directory)
+        if kind not in (CRC32C, CRC32):
             return None
         listed = _listed(directory)
     except ValueError as error:
@@ -53,7 +68,7 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
         if sizes[name] != size:
             return f"{directory / name} has {sizes[name]} bytes, but was written with {size}."
     # Each process reads every `parts`-th file.
-    for name, now in _measured(directory, sorted(listed)[part::parts], algorithm):
+    for name, now in _measured(directory, sorted(listed)[part::parts], kind):
         if now != listed[name]:
             return f"{directory / name} has changed since it was written: its checksum differs."
     return None
@@ -64,7 +79,10 @@ def kind_of_checksums(directory: Path) -> str | None:
     file = directory / FILE
     if not file.is_file():
         return None
-    return read_json(file).get("algorithm")
+    kind = read_json(file).get("algorithm")
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(f"{file} does not name an algorithm, but has {kind!r} in its place.")
+    return kind
 
 
 def _listed(directory: Path) -> dict[str, list[int | str]]:
@@ -110,20 +128,22 @@ def _files(directory: Path) -> dict[str, int]:
 
 
 def _measured(
-    directory: Path, names: Sequence[str], algorithm: str
+    directory: Path, names: Sequence[str], kind: str
 ) -> Iterator[tuple[str, list[int | str]]]:
     """Each file with its size and checksum, measured in threads."""
-    extend = _extend_of(algorithm)
+    extend = _extend_of(kind)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
         measured = pool.map(lambda name: _measure(directory / name, extend), names)
         yield from zip(names, measured, strict=True)
 
 
-def _extend_of(algorithm: str) -> Extend:
-    if algorithm == OF_EARLIER_VERSIONS:
+def _extend_of(kind: str) -> Extend:
+    """The function that computes checksums by an algorithm."""
+    if kind == CRC32:
         return lambda value, block: zlib.crc32(block, value)
-    import google_crc32c
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import google_crc32c
     return google_crc32c.extend
 
 

@@ -27,7 +27,7 @@ from ..core._tracing import refuse_traced
 from ..core._versions import own_version
 from ..distributed._kv_store import is_main
 from ..sharding.tree._leaves import ArrayLike
-from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
+from ._checksums import FILE, algorithm, find_damage, kind_of_checksums
 from ._orbax import (
     ARRAYS,
     METADATA,
@@ -187,7 +187,7 @@ def arrays_and_document(
         "format": FORMAT,
         "versions": dict(_versions()),
         "prng_keys": keys,
-        "checksums": ALGORITHM,
+        "checksums": algorithm(),
         "arrays": kinds,
         "empty": empty,
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),

@@ -58,8 +58,8 @@ def refuse_deleted_argument(name: str, *arrays: object) -> None:
     """Raises if the memory of an array in an argument was donated or freed."""
     if any(map(is_deleted, filter(is_concrete, arrays))):  # tracers have no memory
         raise ValueError(
-            f"`{name}` has an array of JAX that was deleted, as a compiled function does with an "
-            "argument that is donated to it. Pass a copy to that function, such as `jnp.copy(x)`."
+            f"`{name}` has an array of JAX that was deleted. A compiled function deletes the "
+            "arguments that are donated to it: pass it a copy, such as `jnp.copy(x)`."
         )
 
 

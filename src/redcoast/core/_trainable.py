@@ -68,23 +68,27 @@ def refuse_filter_of_numpy(model: PyTree, trainable: PyTree) -> None:
 
     Training converts the NumPy arrays of a model, and applies `trainable` before and after.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    names = [show_path(path) for path, x in leaves if isinstance(x, ARRAYS)]
-    arrays = split(model)[0]
+    arrays, _ = split(model)
     if not any(isinstance(x, np.ndarray) and eqx.is_inexact_array(x) for x in arrays):
         return
+    is_none = lambda x: x is None
+    # By place, since one array may be at several places of a model.
     params, _ = partition_trainable(model, trainable)
-    ids = set(map(id, jax.tree.leaves(params)))
-    converted = trainable_arrays(model, trainable)
-    changed = [
-        name
-        for name, x, is_trained in zip(names, arrays, converted, strict=True)
-        if isinstance(x, np.ndarray) and is_trained != (id(x) in ids)
-    ]
+    selected = jax.tree.leaves(params, is_leaf=is_none)
+    converted = iter(trainable_arrays(model, trainable))
+    changed: list[str] = []
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_none)
+    for (path, x), trained in zip(leaves, selected, strict=True):
+        if not isinstance(x, ARRAYS):
+            continue
+        is_trained = next(converted)
+        if isinstance(x, np.ndarray) and is_trained != (trained is not None):
+            changed.append(show_path(path))
     if changed:
         raise ValueError(
             f"`trainable` selects other leaves once the NumPy arrays at {several(changed, 3)} are "
-            "arrays of JAX, to which training converts them. Select leaves by path, such as with "
+            "arrays of JAX, to which training converts them: it may ask for the type of a leaf, as "
+            "by `isinstance(x, jax.Array)`. Select leaves by path, such as with "
             f"`trainable=lambda path, x: path != {changed[0]!r}`, or by a tree of booleans."
         )
 

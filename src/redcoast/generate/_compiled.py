@@ -30,7 +30,9 @@ def decode(model: PyTree, tokens: AnyArray, mask: Mask | None, request: Request)
     if mask is not None:
         mask = jnp.asarray(mask)
     read = read_prompt(model, jnp.asarray(tokens), mask, request)
-    model, cache = by_layer_with(model, read.cache)
+    cache = read.cache
+    if request.room > 1:  # otherwise the only new token follows from the prompt
+        model, cache = by_layer_with(model, cache)
     new, _ = _decode(model, ReadPrompt(read.hidden, cache, read.prompt), request)
     return new
 

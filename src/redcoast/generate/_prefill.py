@@ -167,8 +167,8 @@ class PromptChunks:
 
 
 def by_layer_with(model: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the model and the cache for the steps after the prompt: on CPUs and GPUs, with arrays
-    for each layer."""
+    """Returns the model and the cache for the steps after the prompt, with arrays for each layer
+    as [`by_layer`][redcoast.models._by_layer.by_layer] makes them."""
     apart = by_layer(model)
     if any(map(is_by_layer, jax.tree.leaves(apart, is_leaf=is_by_layer))):
         cache = split_layers(cache)

@@ -35,7 +35,7 @@ from ._error_notes import explained_memory, noted_checkpoint
 from ._evaluation import Evaluation
 from ._printing import Printer
 from ._run_config import run_of_fit
-from ._run_settings import RunSettings
+from ._run_settings import RunSettings, plain_integer
 from ._setup import (
     batches_of_run,
     complete_evaluation,
@@ -196,9 +196,9 @@ def fit(
         training=training,
         average=average,
         collate_fn=collate_fn,
-        batch_size=batch_size,
-        epochs=epochs,
-        steps=steps,
+        batch_size=plain_integer(batch_size),
+        epochs=plain_integer(epochs),
+        steps=plain_integer(steps),
         threads=checked_threads(workers, ahead),
         mesh=mesh_of_run(mesh, plan),
         chooses_mesh=mesh == "auto",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from jax.sharding import Mesh
 
 from ..checkpoint._policy import Checkpoints
@@ -18,8 +19,8 @@ from ._evaluation import Evaluation
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The arguments of a call of `fit`, checked and completed: how it trains, on which batches, by
-    which plan, and what is evaluated and saved."""
+    """The arguments of a call of `fit`, completed, and checked as far as that needs no data: how it
+    trains, on which batches, by which plan, and what is evaluated and saved."""
 
     training: Training
     average: int | float | None
@@ -36,3 +37,10 @@ class RunSettings:
     evaluation: Evaluation | None
     early_stopping: EarlyStopping | None
     checkpoints: Checkpoints | None
+
+
+def plain_integer(value: int | None) -> int | None:
+    """An integer of NumPy as one of Python, which JSON supports; other values as they are."""
+    if isinstance(value, np.integer):
+        return int(value)
+    return value

@@ -85,7 +85,8 @@ def batches_of_run(settings: RunSettings, examples: object, key: PRNGKeyArray) -
 def plan_run(settings: RunSettings, state: TrainState, data: Batches, printer: Printer) -> Plan:
     """Returns the given plan, after a check that it fits the state, or else plans the step.
 
-    The data moves to the mesh of the plan.
+    Before that, it prints what is trained on which data, and searches the best mesh if the settings
+    ask for it. The data moves to the mesh of the plan.
     """
     training, plan = settings.training, settings.plan
     is_given = isinstance(plan, Plan)

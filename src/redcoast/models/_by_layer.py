@@ -1,7 +1,6 @@
 """Models with separate layers, for programs that read all weights many times."""
 
 import functools as ft
-import os
 from math import prod
 from typing import Any
 
@@ -36,19 +35,23 @@ def by_layer(model: PyTree) -> PyTree:
 
     A program on stacked arrays would copy the weights of each layer each time that it reads them.
     On CPUs, the arrays are views, which share the memory of the stacked arrays. Only layers that
-    are not aligned as XLA requires are copied. On GPUs, and in a trace, all layers are copied once,
-    unless the copies take too much memory. On other devices, the model is returned unchanged.
+    are not aligned as XLA requires are copied. On GPUs, all layers are copied, once in each call or
+    in each run of a traced program, unless the copies take too much memory. On other devices, and
+    in traces for CPUs, the model is returned unchanged.
     """
     platform = target().platform
-    if platform not in ("cpu", "gpu"):
-        return model
-    tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
-    if platform == "cpu" and not tracing:
+    if platform == "cpu":
+        leaves = jax.tree.leaves(model)
+        # In a trace, and under transformations such as `jax.vmap`, there is no memory to view.
+        if any(isinstance(x, Tracer) for x in (jnp.zeros(()), *leaves)):
+            return model
         return jax.tree.map(_split, model, is_leaf=_is_stack)
+    if platform != "gpu":
+        return model
     is_copied = jax.tree.map(_whole_stacks, model, is_leaf=_is_stack)
     stacks, rest = eqx.partition(model, is_copied)
     arrays = jax.tree.leaves(stacks)
-    if not arrays or not _have_room(arrays, platform):
+    if not arrays or not _have_room(arrays):
         return model
     layers = _copy_layers(stacks, tuple(_layer_sharding(x) for x in arrays))
     return eqx.combine(rest, layers)
@@ -68,13 +71,13 @@ def _has_whole_layers(x: object) -> bool:
     return isinstance(x, jax.Array) and x.sharding.shard_shape(x.shape)[0] == x.shape[0]
 
 
-def _have_room(arrays: list[Array], platform: str) -> bool:
-    """Whether a device of the platform has room for copies of these arrays."""
+def _have_room(arrays: list[Array]) -> bool:
+    """Whether GPUs have room for copies of these arrays."""
     # Several processes would have to agree, since each knows the memory of its own devices alone.
     if any(isinstance(x, Tracer) for x in arrays):
+        if jax.process_count() > 1:
+            return False
         device = jax.local_devices()[0]
-        if device.platform != platform or jax.process_count() > 1:
-            return False  # the first: the program is for a device that is not here
         # Shardings are not known in a trace. Each device may have all of an array.
         size = sum(x.size * x.dtype.itemsize for x in arrays)
     else:
@@ -86,14 +89,11 @@ def _have_room(arrays: list[Array], platform: str) -> bool:
 
 
 def _memory(device: Any) -> int:
-    """The bytes that JAX may use of a device; 0 if they are not known."""
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit", 0)
-    try:
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # as on Windows
-        return 0
-    return installed // jax.local_device_count()  # which share the memory of the host
+    """The bytes that JAX may use of a device.
+
+    0 if they are not known, as of the CPU that compiles a program for a GPU that is not here.
+    """
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def _layer_sharding(x: Array) -> NamedSharding | None:

@@ -55,7 +55,8 @@ class Source:
 
 
 def bytes_by_dtype(tensors: Iterable[Stored]) -> Counter[np.dtype]:
-    sizes = Counter()
+    """The bytes of tensors, by their dtypes."""
+    sizes = Counter[np.dtype]()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.nbytes
     return sizes

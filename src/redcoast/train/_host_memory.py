@@ -30,10 +30,11 @@ _LEAST_SIZE = 2**20
 def update_on_device(
     update: Callable[[PyTree], tuple[PyTree, PyTree]], opt_state: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Calls `update(opt_state)`, which returns something and the new state, with arrays on the
+    """Calls `update(opt_state)`, which returns parameters and the new state, with arrays on the
     device in place of those in the memory of the host.
 
-    Stacks of layers are updated one layer after another, and returned in the memory of the host.
+    Stacks of layers, as many as most of the state has, are updated one layer after another, and
+    returned in the memory of the host.
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     old, structure = jax.tree.flatten(opt_state)
@@ -68,11 +69,15 @@ def update_on_device(
         env = dict(zip(known, values, strict=True))
         env.update(loop.run(env, on_host))
         results = evaluate_equations(after, inlined.outvars, env, _on_device)
+    # An optimizer may return the parameters as a part of its state, too.
+    of_params = len(results) - len(old)
+    results[:of_params] = map(_copy_to_device, results[:of_params])
     return jax.tree.unflatten(jax.tree.structure(output), results)
 
 
 def _inlined(closed: AnyJaxpr) -> Callable[..., Sequence[PyTree]]:
-    """A program, as a function of its constants and inputs, without calls of elementwise ones."""
+    """A program, as a function of its constants and inputs, with the equations of elementwise
+    functions in place of their calls."""
 
     def handle(_: int, equation: JaxprEqn, operands: list[PyTree]) -> Sequence[PyTree]:
         call = control_flow(equation)
@@ -103,12 +108,12 @@ def _keeps_elements_apart(equation: JaxprEqn) -> bool:
     """Whether an element of the result depends on that element of the operands, and on scalars."""
     from ..sharding.operations._elementwise_rules import ELEMENTWISE
 
-    shape = equation.outvars[0].aval.shape
     name = equation.primitive.name
     if name == "broadcast_in_dim":
         return equation.invars[0].aval.shape == ()
-    if name not in ELEMENTWISE:
+    if name not in ELEMENTWISE or not equation.outvars:  # such as a debugging print
         return False
+    shape = equation.outvars[0].aval.shape
     return all(atom.aval.shape in ((), shape) for atom in (*equation.invars, *equation.outvars))
 
 
@@ -144,7 +149,7 @@ class _Loop:
         """The values of what is computed; those in `on_host` are in the memory of the host."""
 
         def body(carry: None, layers: list[PyTree]) -> tuple[None, list[PyTree]]:
-            values = {var: env[var] for var in self.shared}
+            values = {var: _copy_to_device(env[var]) for var in self.shared}
             values.update(zip(self.stacks, map(_copy_to_device, layers), strict=True))
             results = evaluate_equations(self.equations, self.computed, values, _of_layer)
             places: list[PyTree] = []

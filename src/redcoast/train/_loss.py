@@ -99,8 +99,9 @@ def evaluate_loss(
 
 
 def check_metrics(out: PyTree, model: PyTree) -> None:
-    """Raises the errors of metrics that JAX could not return from a trace of the loss."""
-    _, aux, _ = _unpack(out, model)
+    """Raises the errors of a loss and of metrics that a trace could not return."""
+    loss, aux, _ = _unpack(out, model)
+    _check_loss(loss)
     _check_aux(aux, model)
 
 

@@ -158,9 +158,11 @@ def _buffers(order: Sequence[Instruction], root: str) -> tuple[list[_Buffer], se
         for name, read in zip(names, reads, strict=True):
             if last_reads[name] == place:
                 dying.append(read)
-        value = values[instruction.name] = _value(instruction, reads, dying, place)
-        # The other elements of a tuple are not read.
-        in_use = value if instruction.opcode == "get-tuple-element" else reads
+        value = _value(instruction, reads, dying, place)
+        values[instruction.name] = value
+        in_use = reads
+        if instruction.opcode == "get-tuple-element":
+            in_use = value  # the other elements of the tuple are not read
         for buffer in _leaves(in_use):
             buffer.last = place
         buffers.update(dict.fromkeys(_leaves(value)))

@@ -92,7 +92,7 @@ def run_constrained(
     # With those of casts and of layers.
     spec_of: dict[Atom, P | None] = dict(zip(jaxpr.invars, specs, strict=False))
     tables: Tables = {}
-    gathered: set[Atom] = set()  # those that no longer wait
+    gathered: set[Atom] = set()  # arrays of the model that have a constraint
     looked_up: dict[Atom, jax.Array] = {}
 
     def gather(atom: Atom, x: Any) -> Any:
@@ -108,11 +108,13 @@ def run_constrained(
         """An array of the model with a constraint of its own for lookups.
 
         XLA joins the cotangents of the lookups and of the products of a tied embedding to one
-        scatter, for which it sums those of the products first. With the constraint between them, it
-        adds them, and sums once.
+        scatter, for which it sums those of the products over devices first. With the constraint
+        between them, it adds both on each device, and sums over devices once.
         """
-        if isinstance(atom, Literal) or atom not in waiting | gathered:
+        if isinstance(atom, Literal) or not (atom in waiting or atom in gathered):
             return x
+        if not scope.values[atom].grad:
+            return gather(atom, x)
         if atom not in looked_up:
             looked_up[atom] = shardings.constrain(env[atom], scope.values[atom])
         return looked_up[atom]

@@ -382,10 +382,10 @@ class _Evaluation:
         match flow.kind:
             case CallKind.REMAT:
                 run = jax.checkpoint(run, prevent_cse=flow.prevent_cse, policy=flow.policy)
+            case CallKind.CUSTOM_VJP | CallKind.OWN_RULES if self.region.forward_only:
+                run = _without_derivative(run)
             case CallKind.CUSTOM_JVP | CallKind.OWN_RULES:
                 run = self._with_jvp(equation, run, step)
-            case CallKind.CUSTOM_VJP if self.region.forward_only:
-                run = _without_derivative(run)
             case CallKind.CUSTOM_VJP:
                 run = self._with_vjp(equation, run, step)
         return list(run(*inputs))

@@ -86,7 +86,7 @@ def policies_of_block(flat: Flat, block: StepBlock) -> list[BlockPolicy]:
     """What a block that is no loop can keep: everything first, and then what takes least time."""
     finder = _PolicyFinder(flat, block)
     keep_all = finder.keep_all()
-    if block.is_one_step or not block.needs:
+    if block.is_indivisible or not block.needs:
         return [keep_all]
     priced = finder.at_all_prices()
     if len(block.steps) <= _LARGE:

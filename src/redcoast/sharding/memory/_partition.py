@@ -31,9 +31,9 @@ class StepBlock:
     outputs: tuple[int, ...]
 
     @property
-    def is_one_step(self) -> bool:
+    def is_indivisible(self) -> bool:
         """Whether it is a loop that is partitioned itself, or a step that cannot run again."""
-        return _is_own_block(self.steps[0])
+        return _is_indivisible(self.steps[0])
 
     @property
     def loop(self) -> FlatLoop | None:
@@ -128,7 +128,7 @@ class _Cuts:
         count = len(self.flat.steps)
         forced: set[int] = {0, count}
         for index, step in enumerate(self.flat.steps):
-            if _is_own_block(step):
+            if _is_indivisible(step):
                 forced |= {index, index + 1}
         cuts = [0]
         for start, stop in pairwise(sorted(forced)):
@@ -194,5 +194,5 @@ class _Cuts:
         return result
 
 
-def _is_own_block(step: FlatStep) -> bool:
+def _is_indivisible(step: FlatStep) -> bool:
     return step.loop is not None or step.is_bare

@@ -269,4 +269,4 @@ def _outline(flat: Flat, block: StepBlock) -> object:
         costs = step.seconds, step.is_free, step.hides
         steps.append((reads, tuple(needs), sizes, costs))
     kept = tuple(map(place_of, block.outputs))
-    return block.is_one_step, tuple(steps), kept
+    return block.is_indivisible, tuple(steps), kept

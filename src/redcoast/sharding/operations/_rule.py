@@ -106,7 +106,8 @@ class Rule:
     @property
     def is_slice(self) -> bool:
         """Whether a part of a dimension is read, at places that the program says."""
-        return self.writes is None and not self.moved.isdisjoint(self.indexed)
+        is_read = self.writes is None and len(self.results) == 1
+        return is_read and not self.moved.isdisjoint(self.indexed)
 
     @property
     def is_concatenation(self) -> bool:

@@ -244,7 +244,7 @@ class Reasons:
             text = "fsdp and model have one device each"
         elif not is_large(self.decision.program, value):
             text = f"small, fewer than {LARGE:,} elements"
-            # A size is of interest where arrays are tensor-parallel.
+            # If all devices divide the batch, no array is tensor-parallel, whatever its size.
             if "model" not in self.decision.batch_axes:
                 text = self.indivisible(place, self.decision.n) or text
         elif not layout.stored_in_parts[place]:

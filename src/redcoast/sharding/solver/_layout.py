@@ -112,7 +112,7 @@ class StorageLayout:
         return sizes
 
     @property
-    def summed_gradients(self) -> float:
+    def summed_gradients(self) -> int | float:
         """Bytes per device of gradients until the update; those of several runs are added up in
         float32."""
         if self.accumulate == 1:

@@ -47,27 +47,12 @@ class Workload:
 def make_workload(
     model: str, seq: int | None = None, *, remat: str = "full", chunk: int | None = None
 ) -> Workload:
-    """Returns the training step of a model, with which `redcoast dry-run` plans and compiles.
+    """The training step of a model on sequences of `seq` tokens (of the decoder, for encoders of
+    images or sounds).
 
-    ```python
-    workload = make_workload("gpt2-small", seq=512)
-    run = rc.dry_run(*workload.arguments(rows=8), target="l4:4")
-    ```
-
-    **Arguments:**
-
-    - `model`: the name of a model, such as `"llama-7b"`, or the path of a `config.json` or of its
-        directory.
-    - `seq`: the tokens of a row (of the decoder, for encoders of images or sounds); by default
-        1,024, or the model's maximum if that is less. If they are more than the model's learned
-        positions, positions are added, with a note.
-    - `remat`: what is rematerialised, as in `LlamaConfig`.
-    - `chunk`: the number of positions whose logits are in memory at a time; by default, all of them
-        unless they are large.
-
-    **Raises:**
-
-    `SystemExit`, after a sentence on stderr, if there is no such model or a number is out of range.
+    `chunk` is the number of positions whose logits are in memory at a time; by default, all of them
+    unless they are large. If the sequence is longer than the model's learned positions, positions
+    are added, with a note.
     """
     if chunk is not None and chunk < 1:
         refuse(f"--chunk must be at least 1, but is {chunk}.")

@@ -50,13 +50,15 @@ PARTS = tuple(n / 20 for n in range(14, 1, -1))  # 0.7 to 0.1 of the estimated a
 WIDTH, LAYERS = 128, 8
 GIB = 2**30
 FSDP = {"fsdp": 64}
-LARGE = (
+# Name, remat, GiB for the plan, and the mesh.
+Cases = tuple[tuple[str, str, int | None, dict[str, int]], ...]
+LARGE: Cases = (
     ("rematerialised by hand", "full", None, FSDP),
     ("planned for 28 GiB", "auto", 28, FSDP),
     ("planned for 24 GiB", "auto", 24, FSDP),
     ("planned for 18 GiB", "auto", 18, FSDP),
 )
-TPU = (("fsdp 16 x model 4, planned for 18 GiB", "auto", 18, {"fsdp": 16, "model": 4}),)
+TPU: Cases = (("fsdp 16 x model 4, planned for 18 GiB", "auto", 18, {"fsdp": 16, "model": 4}),)
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -200,7 +202,7 @@ def planned(loss: Any, model: Any, batch: Any, half: float) -> tuple[int, float,
     return 0, 0.0, 0.0
 
 
-def print_large(page: Path | None, target: str, cases: Any, name_of_page: str) -> None:
+def print_large(page: Path | None, target: str, cases: Cases, marks: str) -> None:
     """Prints what a step of OPT-66B takes of each device of a target."""
 
     def loss_fn(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
@@ -239,7 +241,7 @@ def print_large(page: Path | None, target: str, cases: Any, name_of_page: str) -
             f"{size / GIB:.1f}" for size in (program.memory.total, compiled, program.offloaded)
         )
         printed.add(f"| {name} | {sizes} | {share} |")
-    printed.write(page, name_of_page)
+    printed.write(page, marks)
 
 
 def make_large(remat: str, key: jax.Array) -> Any:

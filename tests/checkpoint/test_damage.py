@@ -15,7 +15,7 @@ from random_models import to_device
 
 import redcoast as rc
 from redcoast.checkpoint import _tree
-from redcoast.checkpoint._checksums import find_damage, write_checksums
+from redcoast.checkpoint._checksums import algorithm, find_damage, write_checksums
 from redcoast.checkpoint._policy import restore_newest, saved_steps
 from redcoast.checkpoint._saver import Saver
 
@@ -110,6 +110,28 @@ def test_checksums_have_the_published_check_value(tmp_path):
     write_checksums(tmp_path)
     document = json.loads((tmp_path / "checksums.json").read_text())
     assert document["files"]["state/digits"] == [9, "e3069283"]
+
+
+def test_an_algorithm_that_is_no_text_is_damage(copy):
+    file = copy / "checksums.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"algorithm": 5}))
+    assert "does not name an algorithm" in (find_damage(copy) or "")
+
+
+def test_without_a_compiled_package_checksums_are_crc32(tmp_path, monkeypatch):
+    """In Python alone, CRC-32C of a large checkpoint would take hours."""
+    import google_crc32c
+
+    monkeypatch.setattr(google_crc32c, "implementation", "python")
+    algorithm.cache_clear()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "digits").write_bytes(b"123456789")
+    write_checksums(tmp_path)
+    algorithm.cache_clear()
+    document = json.loads((tmp_path / "checksums.json").read_text())
+    assert document["algorithm"] == "crc32"
+    assert document["files"]["state/digits"] == [9, "cbf43926"]
+    assert find_damage(tmp_path) is None
 
 
 def test_checksums_of_earlier_versions_are_compared(copy):

@@ -153,3 +153,11 @@ def test_filters_that_tell_numpy_arrays_apart_are_refused(is_function):
             rc.init_state(start, optax.sgd(0.1), key=jax.random.key(0), trainable=form)
     by_path = lambda path, x: path != "table"
     rc.init_state(start, optax.sgd(0.1), key=jax.random.key(0), trainable=by_path)
+
+
+@pytest.mark.parametrize("form", ["embed", lambda m: m["head"]])
+def test_a_numpy_array_at_two_places_is_told_apart_by_path(form):
+    table = np.ones((3, 2), np.float32)
+    model = {"embed": table, "head": table}
+    state = rc.init_state(model, optax.sgd(0.1), key=jax.random.key(0), trainable=form)
+    assert set(state.model) == {"embed", "head"}

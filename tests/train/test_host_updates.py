@@ -67,3 +67,24 @@ def test_a_state_on_the_host_is_updated_as_on_the_device_without_copies_of_whole
         if equation.primitive.name == "device_put" and equation.outvars[0].aval.shape == STACK
     ]
     assert bool(copied) == (name == "lamb")
+
+
+def test_an_optimizer_may_print_what_it_updates():
+    """Equations without results, as of a print, are no part of the loop."""
+
+    def update(updates, state, params=None):
+        jax.debug.print("{}", updates["layers"][0, 0, 0])
+        return updates, state
+
+    printing = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    optimizer = optax.chain(printing, optax.adam(1e-2))
+    model = {"layers": jnp.ones(STACK, jnp.float32), "head": jnp.ones((1024, 2), jnp.float32)}
+    state = rc.init_state(model, optimizer, key=jax.random.key(0))
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    move = lambda x: jax.device_put(x, host) if x.ndim else x
+    state = eqx.tree_at(lambda s: s.opt_state, state, jax.tree.map(move, state.opt_state))
+    step = lambda state, batch: rc.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer)
+    loops = 0
+    for equation in jax.make_jaxpr(step)(state, jnp.ones((4, 1024))).eqns:
+        loops += equation.primitive.name == "scan"
+    assert loops == 1

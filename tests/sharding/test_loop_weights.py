@@ -129,16 +129,16 @@ def checked(p, h, x):
     return eqx.error_if(h, jnp.any(h > 2) | ~jnp.all(jnp.isfinite(h)), "It is too large.")
 
 
-@jax.custom_vjp
-def product(weight, h):
-    """With a sum over rows, and something that all rows share."""
+def rows_sum_and_shared(weight, h):
+    """Rows, with a sum over them, and something that all rows share."""
     return jnp.tanh(h @ weight), jnp.sum(h @ weight), jnp.sum(weight**2)
 
 
 def product_backward(saved, cotangents):
-    return jax.vjp(product.fun, *saved)[1](cotangents)
+    return jax.vjp(rows_sum_and_shared, *saved)[1](cotangents)
 
 
+product = jax.custom_vjp(rows_sum_and_shared)
 product.defvjp(lambda weight, h: (product(weight, h), (weight, h)), product_backward)
 
 

@@ -17,7 +17,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ..core._control_flow import AnyJaxpr, Call, CallKind, consts_of, control_flow, open_jaxpr
-from ..core._jaxpr import bind_again, evaluate_equations, evaluate_jaxpr, variables
+from ..core._jaxpr import bind_again, evaluate_equations, evaluate_jaxpr, struct_of, variables
 from ..core._pytree import abstract_array
 from ..core._stored_specs import spec_of
 
@@ -110,11 +110,12 @@ def _keeps_elements_apart(equation: JaxprEqn) -> bool:
 
     name = equation.primitive.name
     if name == "broadcast_in_dim":
-        return equation.invars[0].aval.shape == ()
+        return struct_of(equation.invars[0]).shape == ()
     if name not in ELEMENTWISE or not equation.outvars:  # such as a debugging print
         return False
-    shape = equation.outvars[0].aval.shape
-    return all(atom.aval.shape in ((), shape) for atom in (*equation.invars, *equation.outvars))
+    shape = struct_of(equation.outvars[0]).shape
+    atoms = (*equation.invars, *equation.outvars)
+    return all(struct_of(atom).shape in ((), shape) for atom in atoms)
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _find_loop(jaxpr: Jaxpr, of_state: Mapping[Var, Array]) -> _Loop | None:
     while size < len(stacked):
         size = len(stacked)
         for equation in jaxpr.eqns:
-            stacks = {x for x in _variables_of(equation) if x.aval.shape}
+            stacks = {x for x in _variables_of(equation) if struct_of(x).shape}
             if not stacked.isdisjoint(stacks) and _keeps_elements_apart(equation):
                 chosen[id(equation)] = equation
                 stacked |= stacks
@@ -216,7 +217,7 @@ def _loop_of(jaxpr: Jaxpr, chosen: Container[int]) -> _Loop:
     for var in dict.fromkeys(_read_by(equations)):
         if var in inside:
             continue
-        if var.aval.shape:
+        if struct_of(var).shape:
             stacks.append(var)
         else:
             shared.append(var)

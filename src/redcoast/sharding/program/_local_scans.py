@@ -113,8 +113,7 @@ def has_symbolic_rule(equation: JaxprEqn) -> bool:
     """
     for inner in equations_inside(equation):
         flow = control_flow(inner)
-        is_rule = isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP
-        if is_rule and flow.symbolic_zeros:
+        if isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP and flow.symbolic_zeros:
             return True
     return False
 

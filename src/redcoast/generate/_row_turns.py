@@ -98,8 +98,9 @@ class _Decoding:
                 cache = self._move(cache, turns)
             # Both are arguments of one compiled program, whatever their values are.
             most = np.asarray([self.slots - self.filled, len(self.waiting)], np.int32)
-            rest = self.apart, most, self.request, self.places
-            cache, turns, steps = _advance_rows(cache, turns, *rest)
+            cache, turns, steps = _advance_rows(
+                cache, turns, self.apart, most, self.request, self.places
+            )
             self.filled += int(steps)
         check_generated(self.new)
         if not self.request.scored:
@@ -117,8 +118,8 @@ class _Decoding:
         self.dims = cache_batch_dims(cache, self.rows)
         self.places = places_of(cache)
         numbers = np.arange(self.rows, dtype=np.int32)
-        rest = chunks.prompt, numbers, self.request, self.places
-        return cache, _first_turns(self.apart, last, *rest)
+        turns = _first_turns(self.apart, last, chunks.prompt, numbers, self.request, self.places)
+        return cache, turns
 
     def _take_turns(self, cache: PyTree, turns: Turns) -> tuple[PyTree, Turns]:
         """Keeps the results that have ended, and starts others in their rows."""
@@ -148,8 +149,18 @@ class _Decoding:
         chunks = PromptChunks(self.model, prompt, None, self.reading, start=start)
         ((_, last, own),) = deque(chunks, maxlen=1)
         place = np.asarray([row, result], np.int32)
-        rest = chunks.prompt, place, self.request, self.dims, self.places
-        return _replace_row(cache, turns, self.apart, own, last, *rest)
+        return _replace_row(
+            cache,
+            turns,
+            self.apart,
+            own,
+            last,
+            chunks.prompt,
+            place,
+            self.request,
+            self.dims,
+            self.places,
+        )
 
     def _move(self, cache: PyTree, turns: Turns) -> PyTree:
         """Moves all rows to the first slots, as far as the longest one."""

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
-from operator import attrgetter
 from typing import Literal
 
 import equinox as eqx
@@ -88,7 +87,7 @@ class Tree:
         self._read(root)
         # A framework stores all of its weights alike, so those whose sides are known decide of
         # those whose are not, such as square ones.
-        flat = list(filter(attrgetter("is_flat"), self.blocks[-1].below))
+        flat = [matrix for matrix in self.blocks[-1].below if matrix.is_flat]
         votes: Counter[bool] = Counter()  # for outputs first, and for inputs first
         for matrix in flat:
             # A square matrix looks the same both ways.

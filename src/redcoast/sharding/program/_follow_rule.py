@@ -328,6 +328,7 @@ def _count_work(step: _AppliedRule, equation: JaxprEqn) -> None:
     first, second, *_ = step.inputs
     passes = graph.cursor.forwards + first.grad + second.grad
     if not rule.linear:
-        # Of attention, the backward pass has five products and the forward pass two.
+        # Attention, which alone is not linear in its operands, has two products in the forward pass
+        # and five in the backward pass.
         passes = graph.cursor.forwards + 2.5 * first.grad
     graph.add_work(tuple(dims), 2.0 * count, passes, *step.inputs)

@@ -189,8 +189,11 @@ def _note_grouping(
         if is_single and rule.is_slice:
             graph.singled.add(before.dims[0])
         return
-    arrays = (before, rule.operands[0]), (after, rule.results[0])
-    (joined, whole), (split, divided) = sorted(arrays, key=lambda array: len(array[1]))
+    joined, split = before, after
+    whole, divided = rule.operands[0], rule.results[0]
+    if len(divided) < len(whole):
+        joined, split = after, before
+        whole, divided = divided, whole
     parts = 1 + len(divided) - len(whole)
     if whole == (tuple(chain(*divided[:parts])), *divided[parts:]):
         graph.groupings.append((joined.dims[0], split.dims[:parts]))

@@ -68,11 +68,11 @@ def find_coupling(program: Program) -> Coupling | None:
         if rule is None:
             return _merged(origins)
         if rule.indexed and not rule.operands:
-            # The number of an example, by which each is written to its own place.
+            # As of `iota`: the number of an example, by which it is written to its own place.
             return _Origin(counts=True)
         if rule.linear == each_alone(0, 1):
-            # The sizes of groups of a ragged product, which are sums over the rows of all examples,
-            # only say where the rows of each group are.
+            # Of a product, with the sizes of groups behind its factors if it is a ragged one. They
+            # are sums over the rows of all examples, and only say where the rows of a group are.
             groups = [_Origin(origin.model, origin.counts) for origin in origins[2:]]
             origins = [*origins[:2], *groups]
         use = _Use(examples, operation, rule, origins)

@@ -85,7 +85,7 @@ def _is_mistake(examples: BatchDims, operation: Operation, operands: Sequence[_O
     # Either operand may be the column: `predictions - labels`, or `labels - predictions`.
     for row, column in ((0, 1), (1, 0)):
         broadcast = operation.producer(equation.invars[row])
-        if broadcast is None or not broadcast.invars:  # as what numbers elements
+        if broadcast is None or not broadcast.invars:  # as of `iota`
             continue
         # (n,) is broadcast to (1, n), which makes (n, n) with (n, 1).
         shapes = map(shape_of, (broadcast.invars[0], broadcast.outvars[0], equation.invars[column]))

@@ -2,6 +2,7 @@
 embeddings of some features of each head."""
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ class ParallelDecoder(Decoder):
     norm_shift: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     head_bias: Float[Array, " vocab"] | None
-    config: AbstractVar[ParallelConfig]
+    config: AbstractVar[Any]
 
     def __init__(self, config: ParallelConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02. The output projections

@@ -7,6 +7,7 @@ The families differ in options. Each family documents its own.
 import dataclasses
 import functools as ft
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +140,7 @@ class Transformer(Decoder):
     layers: TransformerLayers
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
-    config: AbstractVar[TransformerConfig]
+    config: AbstractVar[Any]
 
     def __init__(self, config: TransformerConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard

@@ -37,6 +37,14 @@ def take_steps(state, batch, optimizer):
     return state, jax.make_jaxpr(step)(state, batch)
 
 
+def with_state_on_host(state):
+    """The state with the arrays of its optimizer in the memory of the host, but for scalars."""
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    arrays, scalars = eqx.partition(state.opt_state, lambda x: eqx.is_array(x) and x.ndim > 0)
+    opt_state = eqx.combine(jax.device_put(arrays, host), scalars)
+    return eqx.tree_at(lambda s: s.opt_state, state, opt_state)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.few("clipped")
 def test_a_state_on_the_host_is_updated_as_on_the_device_without_copies_of_whole_stacks(name):
@@ -48,12 +56,7 @@ def test_a_state_on_the_host_is_updated_as_on_the_device_without_copies_of_whole
     model = {"layers": jnp.asarray(layers), "head": jnp.ones((1024, 2), jnp.float32)}
     batch = jnp.asarray(random.normal(size=(4, 1024)), jnp.float32)
     state = rc.init_state(lambda key: model, optimizer, key=jax.random.key(0))
-    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-
-    def move(x):
-        return jax.device_put(x, host) if eqx.is_array(x) and x.ndim else x
-
-    moved = eqx.tree_at(lambda s: s.opt_state, state, jax.tree.map(move, state.opt_state))
+    moved = with_state_on_host(state)
     expected, _ = take_steps(state, batch, optimizer)
     updated, program = take_steps(moved, batch, optimizer)
     for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(updated), strict=True):
@@ -61,30 +64,26 @@ def test_a_state_on_the_host_is_updated_as_on_the_device_without_copies_of_whole
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     for x in jax.tree.leaves(updated.opt_state):
         assert x.sharding.memory_kind == ("pinned_host" if x.ndim else "device")
-    copied = [
-        equation
-        for equation in iter_equations(program)
-        if equation.primitive.name == "device_put" and struct_of(equation.outvars[0]).shape == STACK
-    ]
-    assert bool(copied) == (name == "lamb")
+    copies = 0
+    for equation in iter_equations(program):
+        if equation.primitive.name == "device_put":
+            copies += struct_of(equation.outvars[0]).shape == STACK
+    assert (copies > 0) == (name == "lamb")
 
 
 def test_an_optimizer_may_print_what_it_updates():
     """Equations without results, as of a print, are no part of the loop."""
 
     def update(updates, state, params=None):
-        jax.debug.print("{}", updates["layers"][0, 0, 0])
+        jax.debug.print("{}", updates["layers"])
         return updates, state
 
     printing = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     optimizer = optax.chain(printing, optax.adam(1e-2))
     model = {"layers": jnp.ones(STACK, jnp.float32), "head": jnp.ones((1024, 2), jnp.float32)}
     state = rc.init_state(model, optimizer, key=jax.random.key(0))
-    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    move = lambda x: jax.device_put(x, host) if x.ndim else x
-    state = eqx.tree_at(lambda s: s.opt_state, state, jax.tree.map(move, state.opt_state))
     step = lambda state, batch: rc.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer)
     loops = 0
-    for equation in jax.make_jaxpr(step)(state, jnp.ones((4, 1024))).eqns:
+    for equation in jax.make_jaxpr(step)(with_state_on_host(state), jnp.ones((4, 1024))).eqns:
         loops += equation.primitive.name == "scan"
     assert loops == 1

@@ -5,6 +5,7 @@ number.
 """
 
 import functools as ft
+import importlib
 import json
 import os
 import warnings
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from ..core._read_json import open_regular, read_json
 
@@ -29,10 +31,7 @@ def algorithm() -> str:
     Processors have an instruction for CRC-32C, so that it takes less than half as long as CRC-32.
     Where there is no compiled package for it, it would take many times as long.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the package is slow
-        import google_crc32c  # when it is needed, not with redcoast
-    if google_crc32c.implementation == "c":
+    if _google_crc32c().implementation == "c":
         return CRC32C
     return CRC32
 
@@ -141,10 +140,14 @@ def _extend_of(kind: str) -> Extend:
     """The function that computes checksums by an algorithm."""
     if kind == CRC32:
         return lambda value, block: zlib.crc32(block, value)
+    return _google_crc32c().extend
+
+
+def _google_crc32c() -> ModuleType:
+    """The package for CRC-32C, which is imported when it is needed, and not with redcoast."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import google_crc32c
-    return google_crc32c.extend
+        warnings.simplefilter("ignore")  # that it is not compiled
+        return importlib.import_module("google_crc32c")
 
 
 def _measure(path: Path, extend: Extend) -> list[int | str]:

@@ -6,6 +6,7 @@ element by element with stacks of layers is therefore a loop here, in which one 
 is copied to the device, updated and copied back.
 """
 
+import functools as ft
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..core._jaxpr import bind_again, evaluate_equations, evaluate_jaxpr, struct
 from ..core._pytree import abstract_array
 from ..core._stored_specs import spec_of
 
+# Stacks of more are no layers, but rows of a table.
 _MOST_LAYERS = 256
 # Elements of a layer of at least two dimensions. TPUs do not copy a layer of smaller ones, which is
 # not contiguous in the memory of the host, and all layers of these take little memory.
@@ -40,39 +42,45 @@ def update_on_device(
     old, structure = jax.tree.flatten(opt_state)
     if not any(map(_is_on_host, old)):
         return update(opt_state)
-    types = list(map(abstract_array, old))
-    closed, output = jax.make_jaxpr(
-        lambda *arrays: update(structure.unflatten(arrays)), return_shape=True
-    )(*types)
-    inputs = [*consts_of(closed), *old]
-    program = jax.make_jaxpr(_inlined(closed))(*inputs[: -len(old)], *types)
-    inlined = open_jaxpr(program)
-    env: dict[Var, PyTree] = dict(zip(inlined.constvars, consts_of(program), strict=True))
-    env.update(zip(inlined.invars, inputs, strict=True))
+    of_leaves = lambda *leaves: update(structure.unflatten(leaves))
+    program, output = _trace_inlined(of_leaves, list(map(abstract_array, old)))
+    jaxpr = open_jaxpr(program)
+    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+    env.update(zip(jaxpr.invars, old, strict=True))
     on_host: set[Var] = set()  # of the new state
-    for var, x in zip(inlined.outvars[-len(old) :], old, strict=True):
+    for var, x in zip(jaxpr.outvars[-len(old) :], old, strict=True):
         if _is_on_host(x):
             on_host.update(variables([var]))
     stacks: dict[Var, Array] = {}
-    for var, (path, x) in zip(inlined.invars[-len(old) :], leaves, strict=True):
+    for var, (path, x) in zip(jaxpr.invars, leaves, strict=True):
         if _is_stack_on_host(path, x):
             stacks[var] = x
-    loop = _find_loop(inlined, stacks)
+    loop = _find_loop(jaxpr, stacks)
     if loop is None:
-        results = evaluate_jaxpr(inlined, env, _on_device)
+        results = evaluate_jaxpr(jaxpr, env, _on_device)
     else:
-        before, after = loop.around(inlined)
-        needed = [*loop.shared, *loop.stacks, *_read_by(after), *variables(inlined.outvars)]
+        before, after = loop.around(jaxpr)
+        # What the loop and the equations after it need of what is known before the loop.
+        needed = [*loop.shared, *loop.stacks, *_read_by(after), *variables(jaxpr.outvars)]
         later = {*_results(after), *loop.computed}
         known = [var for var in dict.fromkeys(needed) if var not in later]
         values = evaluate_equations(before, known, env, _on_device)
         env = dict(zip(known, values, strict=True))
         env.update(loop.run(env, on_host))
-        results = evaluate_equations(after, inlined.outvars, env, _on_device)
+        results = evaluate_equations(after, jaxpr.outvars, env, _on_device)
     # An optimizer may return the parameters as a part of its state, too.
     of_params = len(results) - len(old)
     results[:of_params] = map(_copy_to_device, results[:of_params])
     return jax.tree.unflatten(jax.tree.structure(output), results)
+
+
+def _trace_inlined(
+    fn: Callable[..., PyTree], types: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[AnyJaxpr, PyTree]:
+    """The program of a function without calls of elementwise ones, and the types of its results."""
+    closed, output = jax.make_jaxpr(fn, return_shape=True)(*types)
+    inlined = ft.partial(_inlined(closed), *consts_of(closed))
+    return jax.make_jaxpr(inlined)(*types), output
 
 
 def _inlined(closed: AnyJaxpr) -> Callable[..., Sequence[PyTree]]:
@@ -229,11 +237,17 @@ def _variables_of(equation: JaxprEqn) -> list[Var]:
 
 
 def _read_by(equations: Sequence[JaxprEqn]) -> list[Var]:
-    return [var for equation in equations for var in variables(equation.invars)]
+    read: list[Var] = []
+    for equation in equations:
+        read += variables(equation.invars)
+    return read
 
 
 def _results(equations: Sequence[JaxprEqn]) -> list[Var]:
-    return [var for equation in equations for var in equation.outvars]
+    results: list[Var] = []
+    for equation in equations:
+        results += equation.outvars
+    return results
 
 
 def _on_device(_: int, equation: JaxprEqn, operands: list[PyTree]) -> Sequence[PyTree]:

@@ -8,6 +8,7 @@ from ._batched_rules import Numbers, independent_rule
 from ._rule import (
     Dimension,
     Factors,
+    Linear,
     Rule,
     at_places,
     each_alone,
@@ -29,7 +30,9 @@ def reduction_rule(equation: JaxprEqn) -> Rule:
         operands[len(operands) // 2 :] = [[]] * len(equation.outvars)  # the initial values
     results = [without(operand, axes)] * len(equation.outvars)
     sums = equation.primitive.name == "reduce_sum"
-    linear = each_alone(0) if sums else ()
+    linear: Linear = ()
+    if sums:
+        linear = each_alone(0)
     return factors.rule(
         operands, results, reduced=at_places(operand, axes), sums=sums, linear=linear
     )
@@ -46,7 +49,9 @@ def named_reduction_rule(equation: JaxprEqn) -> Rule:
         results.append(without(operand, axes))
         reduced += at_places(operand, axes)
     sums = equation.primitive.name.startswith("psum")
-    linear = together(len(operands)) if sums else ()
+    linear: Linear = ()
+    if sums:
+        linear = together(len(operands))
     return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
 
 

@@ -247,3 +247,23 @@ def test_what_rounds_to_integers_is_not_linear(fn, dtype, linear):
     rule = rule_of(equation)
     assert rule is not None
     assert bool(rule.linear) == linear
+
+
+KINDS = {
+    "is_product": (lambda x: x @ x, lambda x: jnp.sum(x * x)),
+    "is_lookup": (lambda x: x[jnp.array([1, 0])], lambda x: x.at[0].set(1.0)),
+    # The parts of a split are several results.
+    "is_slice": (lambda x: lax.slice(x, (0, 0), (2, 4)), lambda x: lax.split(x, (1, 3))),
+    "is_concatenation": (lambda x: lax.concatenate([x, x], 0), lambda x: jnp.sort(x)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_operations_follow_from_their_rules(kind):
+    """Readers of the table ask for these in place of the names of primitives."""
+    for fn, expected in zip(KINDS[kind], (True, False), strict=True):
+        is_kind = False
+        for equation in iter_equations(jax.make_jaxpr(fn)(jnp.ones((4, 4)))):
+            rule = rule_of(equation)
+            is_kind |= rule is not None and getattr(rule, kind)
+        assert is_kind == expected

@@ -219,7 +219,7 @@ def _follow(uses: WeightUses, operation: Operation, origins: Sequence[_Origin]) 
             dims = (frozenset[int](),) * missing + weight.dims[max(0, -missing) :]
             weights.append(replace(weight, dims=dims))
         views[-1] = replace(origin, weights=tuple(weights))
-        if place == 0 and _is_lookup(rule):
+        if place == 0 and _looks_up_several(rule):
             uses.lookups.update(map(attrgetter("index"), weights))
     result = _joined(views)
     if is_product and result.is_data:
@@ -233,7 +233,7 @@ def _follow(uses: WeightUses, operation: Operation, origins: Sequence[_Origin]) 
     return replace(result, weights=tuple(made_of.values()))
 
 
-def _is_lookup(rule: Rule) -> bool:
+def _looks_up_several(rule: Rule) -> bool:
     """Whether rows of the first operand are looked up by an array of numbers."""
     if not rule.indexed or len(rule.operands) < 2:
         return False

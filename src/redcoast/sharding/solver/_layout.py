@@ -112,11 +112,11 @@ class StorageLayout:
         return sizes
 
     @property
-    def summed_gradients(self) -> int | float:
+    def summed_gradients(self) -> float:
         """Bytes per device of gradients until the update; those of several runs are added up in
         float32."""
         if self.accumulate == 1:
-            return sum(self.gradient_bytes)
+            return sum(self.gradient_bytes, 0.0)
         total = 0.0
         for place, value in enumerate(self.decision.program.parameters):
             wide = value.bytes * max(1.0, _FLOAT32 / value.itemsize)

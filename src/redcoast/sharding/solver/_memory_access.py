@@ -56,13 +56,13 @@ def has_outer_gradient(equation: JaxprEqn, place: int) -> bool:
     return summed == 0
 
 
-def is_product(equation: JaxprEqn) -> bool:
+def is_product_or_convolution(equation: JaxprEqn) -> bool:
     return equation.primitive.name in ("dot_general", "conv_general_dilated")
 
 
 def reads_narrow(equation: JaxprEqn) -> bool:
     """Whether a TPU computes a product of float32 numbers from bfloat16 ones."""
-    if not is_product(equation):
+    if not is_product_or_convolution(equation):
         return False
     if any(struct_of(operand).dtype != jnp.float32 for operand in equation.invars):
         return False

@@ -18,7 +18,7 @@ from ._memory_access import (
     WRITTEN,
     has_outer_gradient,
     is_copied,
-    is_product,
+    is_product_or_convolution,
     reads_narrow,
     squares,
 )
@@ -71,7 +71,7 @@ class OperationBuffers:
                 frame.roots[atom] = (self.time.fuse(roots, step.value(atom), step.source),)
                 self.time.read(frame.roots[atom], narrow=narrow)
         self.write_results(step)
-        if not is_product(equation):
+        if not is_product_or_convolution(equation):
             return
         # A product is written as a whole, before its sum over devices is divided among them.
         size = self._whole_size(step.value(equation.outvars[0]))
@@ -117,7 +117,7 @@ class OperationBuffers:
     def _operand(self, step: PeakStep, atom: Atom) -> Roots:
         """Puts an operand of a large operation into memory; that of a product is gathered there."""
         roots = self.in_memory(step, atom)
-        if isinstance(atom, Literal) or not is_product(step.equation):
+        if isinstance(atom, Literal) or not is_product_or_convolution(step.equation):
             return roots
         size = self._whole_size(step.value(atom))
         if size is None:
@@ -167,7 +167,7 @@ class OperationBuffers:
                 roots = self.one_buffer(step, var, roots)
             read.append(roots)
             size = self._whole_size(step.value(var))
-            if size is not None and is_product(equation):
+            if size is not None and is_product_or_convolution(equation):
                 read.append(self._gather(step, roots, size))
         for atom in residuals.atoms:
             read.append(self._kept(step, atom))
@@ -259,7 +259,7 @@ class OperationBuffers:
             if size >= parameter.local or parameter not in self.time.summed:
                 self.time.add_gradient(parameter, step.source)
             return ()
-        if is_product(step.equation):
+        if is_product_or_convolution(step.equation):
             size = self.time.gathered_size_of(step.value(atom))
         return (self.time.write(size, step.source),)
 

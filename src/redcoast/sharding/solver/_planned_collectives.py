@@ -207,7 +207,7 @@ class _OverBatch:
                 if hardware.scatters and self.gradient_shards == batch.count:
                     sent = all_gather(batch.count, size / others)
                 yield PlannedCollective("gradients", sent, dims, source, backward=True)
-            elif not summed.backward and self._is_lookup(summed):
+            elif not summed.backward and self._looks_up_other_rows(summed):
                 table = id(source[-1].invars[0])  # XLA gathers it once for all lookups
                 yield self._lookup(summed, is_first=table not in gathered)
                 gathered.add(table)
@@ -247,7 +247,7 @@ class _OverBatch:
             return None
         return atom_bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
 
-    def _is_lookup(self, summed: PartialSum) -> bool:
+    def _looks_up_other_rows(self, summed: PartialSum) -> bool:
         """Whether devices look up other rows of the batch, as those of nodes at edges of a graph.
 
         Rows that look up an element of as many rows, as of their label, look up in themselves.

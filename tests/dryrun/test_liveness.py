@@ -50,8 +50,8 @@ def test_an_element_of_a_tuple_is_not_kept_until_the_last_read_of_another():
   ROOT %result = f32[16] sort(%y)"""
     assert before in HLO
     text = HLO.replace(before, after).replace("%wide = f32[256]", "%wide = f32[64]")
-    held = {buffer.source: buffer.bytes for buffer in peak_buffers(text)}
-    assert held == {"large": 1024, "copy": 64}
+    alive = {buffer.source: buffer.bytes for buffer in peak_buffers(text)}
+    assert alive == {"large": 1024, "copy": 64}
 
 
 @pytest.mark.parametrize("text", ["", HLO[: HLO.index("ROOT %result")]])

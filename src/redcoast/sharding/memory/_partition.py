@@ -180,7 +180,8 @@ class _Cuts:
         count = len(places)
         result = np.zeros((count, count))
         # Of each value: (values,)
-        numbers, writers = np.array(list(self.writer.items())).T
+        numbers = np.array(list(self.writer.keys()), int)
+        writers = np.array(list(self.writer.values()), int)
         readers = np.array([self.last_reader.get(number, -1) for number in self.writer], int)
         sizes = np.array(self.flat.sizes)[numbers]
         # The value crosses what lies behind its step.

@@ -41,25 +41,24 @@ def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTre
 
 
 def abstract_trainable(model: PyTree, trainable: PyTree) -> PyTree:
-    """The shapes and dtypes of the trainable leaves of a model, concrete or abstract."""
+    """The shapes and dtypes of the trainable leaves of a model, concrete or abstract.
+
+    As in `partition_trainable`, other leaves are `None`.
+    """
     arrays, static = split(model)
     # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
     params = lambda arrays: partition_trainable(join(arrays, static), trainable)[0]
     return jax.eval_shape(params, arrays)
 
 
-def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
-    """Whether the optimizer trains each array of a tree, concrete or abstract."""
-    arrays, static = split(tree)
+def trainable_arrays(model: PyTree, trainable: PyTree) -> list[bool]:
+    """Whether the optimizer trains each array of a model, concrete or abstract."""
+    leaves = jax.tree.leaves(model, is_leaf=_is_none)
+    params = jax.tree.leaves(abstract_trainable(model, trainable), is_leaf=_is_none)
     are_trained: list[bool] = []
-
-    def look(arrays: list[PyTree]) -> None:
-        # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
-        params, _ = partition_trainable(join(arrays, static), trainable)
-        ids = set(map(id, jax.tree.leaves(params)))
-        are_trained.extend(id(array) in ids for array in arrays)
-
-    jax.eval_shape(look, arrays)
+    for x, param in zip(leaves, params, strict=True):
+        if isinstance(x, ARRAYS):
+            are_trained.append(param is not None)
     return are_trained
 
 
@@ -71,18 +70,15 @@ def refuse_filter_of_numpy(model: PyTree, trainable: PyTree) -> None:
     arrays, _ = split(model)
     if not any(isinstance(x, np.ndarray) and eqx.is_inexact_array(x) for x in arrays):
         return
-    is_none = lambda x: x is None
     # By place, since one array may be at several places of a model.
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_none)
     params, _ = partition_trainable(model, trainable)
-    selected = jax.tree.leaves(params, is_leaf=is_none)
-    converted = iter(trainable_arrays(model, trainable))
+    params_before = jax.tree.leaves(params, is_leaf=_is_none)
+    # Inside of a trace, all arrays are those of JAX.
+    params_after = jax.tree.leaves(abstract_trainable(model, trainable), is_leaf=_is_none)
     changed: list[str] = []
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_none)
-    for (path, x), trained in zip(leaves, selected, strict=True):
-        if not isinstance(x, ARRAYS):
-            continue
-        is_trained = next(converted)
-        if isinstance(x, np.ndarray) and is_trained != (trained is not None):
+    for (path, x), before, after in zip(leaves, params_before, params_after, strict=True):
+        if isinstance(x, np.ndarray) and (before is None) != (after is None):
             changed.append(show_path(path))
     if changed:
         raise ValueError(
@@ -91,6 +87,10 @@ def refuse_filter_of_numpy(model: PyTree, trainable: PyTree) -> None:
             "by `isinstance(x, jax.Array)`. Select leaves by path, such as with "
             f"`trainable=lambda path, x: path != {changed[0]!r}`, or by a tree of booleans."
         )
+
+
+def _is_none(x: object) -> bool:
+    return x is None
 
 
 def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
@@ -236,7 +236,7 @@ def _matching(model: PyTree, patterns: Sequence[str | re.Pattern[str]]) -> PyTre
 
 def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
     """Returns an error that explains why `trainable` does not fit, for common mistakes."""
-    filters = dict(jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None))
+    filters = dict(jax.tree_util.tree_leaves_with_path(trainable, is_leaf=_is_none))
     parts: set[KeyPath] = set()  # all places in the model, leaves and what holds them
     lacking: list[str] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(model):

@@ -50,7 +50,8 @@ def reorder_rows(
 
 
 def _take_parents(x: Array, d: int, parent: Int[Array, "batch beams"]) -> Array:
-    apart = x.reshape(*x.shape[:d], *parent.shape, *x.shape[d + 1 :])  # batch and beams are apart
+    # (..., batch, beams, ...)
+    by_beam = x.reshape(*x.shape[:d], *parent.shape, *x.shape[d + 1 :])
     # Within a row of the batch, so that a sharded batch needs no communication.
     take = lambda beams, parent: jnp.take(beams, parent, axis=d)
-    return jax.vmap(take, in_axes=(d, 0), out_axes=d)(apart, parent).reshape(x.shape)
+    return jax.vmap(take, in_axes=(d, 0), out_axes=d)(by_beam, parent).reshape(x.shape)

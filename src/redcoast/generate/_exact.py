@@ -59,13 +59,13 @@ def decode_exactly(
     """Generates tokens, of which the log-probabilities are those of `score_exactly`."""
     # The size of the cache is a part of the arithmetic: sums over slots are ordered by it.
     slots = slots_of(tokens.shape[1] + int(request.limit))
-    apart = SplitTree.of(model)
-    if is_traced((apart, tokens, mask, request.key)):
-        return _decode(apart, tokens, mask, request, slots, traced_mesh())
+    split_model = SplitTree.of(model)
+    if is_traced((split_model, tokens, mask, request.key)):
+        return _decode(split_model, tokens, mask, request, slots, traced_mesh())
     length = bucket(tokens.shape[1])  # so that few lengths are compiled
     real = pad_columns(as_real(tokens, mask), length, left=False)
     tokens = pad_columns(np.asarray(tokens), length, left=False).astype(np.int32)
-    new = _decode_compiled(apart, tokens, real, request, slots, mesh_of(model))
+    new = _decode_compiled(split_model, tokens, real, request, slots, mesh_of(model))
     return trim(new, int(request.limit))
 
 
@@ -73,10 +73,10 @@ def score_exactly(
     model: PyTree, tokens: Integer[AnyArray, "batch seq"], mask: Mask | None
 ) -> Float[Array, "batch seq-1"]:
     """Returns the log-probability of each token but the first, and 0 at padding."""
-    apart = SplitTree.of(model)
-    if is_traced((apart, tokens, mask)):
-        return _score(jax.lax.stop_gradient(apart), tokens, mask, traced_mesh())
-    return _score_compiled(apart, tokens, mask, mesh_of(model))
+    split_model = SplitTree.of(model)
+    if is_traced((split_model, tokens, mask)):
+        return _score(jax.lax.stop_gradient(split_model), tokens, mask, traced_mesh())
+    return _score_compiled(split_model, tokens, mask, mesh_of(model))
 
 
 def is_traced(inputs: PyTree) -> bool:

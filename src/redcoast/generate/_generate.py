@@ -186,5 +186,8 @@ def generate(
             check_stream(request.beams, traced=traced)
             new = decode_streaming(model, prompts, mask, request, stream, stop)
         else:
-            new = (decode if traced else decode_compiled)(model, prompts, mask, request)
+            run = decode_compiled
+            if traced:
+                run = decode
+            new = run(model, prompts, mask, request)
     return on_mesh(new, devices)

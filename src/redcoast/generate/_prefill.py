@@ -169,10 +169,10 @@ class PromptChunks:
 def by_layer_with(model: PyTree, cache: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the model and the cache for the steps after the prompt, with arrays for each layer
     as [`by_layer`][redcoast.models._by_layer.by_layer] makes them."""
-    apart = by_layer(model)
-    if any(map(is_by_layer, jax.tree.leaves(apart, is_leaf=is_by_layer))):
+    model_by_layer = by_layer(model)
+    if any(map(is_by_layer, jax.tree.leaves(model_by_layer, is_leaf=is_by_layer))):
         cache = split_layers(cache)
-    return apart, cache
+    return model_by_layer, cache
 
 
 def types_and_places(tree: PyTree) -> PyTree:

@@ -99,7 +99,7 @@ class _Decoding:
             # Both are arguments of one compiled program, whatever their values are.
             most = np.asarray([self.slots - self.filled, len(self.waiting)], np.int32)
             cache, turns, steps = _advance_rows(
-                cache, turns, self.apart, most, self.request, self.places
+                cache, turns, self.split_model, most, self.request, self.places
             )
             self.filled += int(steps)
         check_generated(self.new)
@@ -113,12 +113,14 @@ class _Decoding:
         first = np.arange(self.rows) // self.request.copies  # the prompt of each row
         chunks = PromptChunks(self.model, self.tokens[first], self.real[first], self.reading)
         ((_, last, cache),) = deque(chunks, maxlen=1)
-        apart, cache = by_layer_with(self.model, cache)
-        self.apart = SplitTree.of(apart)
+        model, cache = by_layer_with(self.model, cache)
+        self.split_model = SplitTree.of(model)
         self.dims = cache_batch_dims(cache, self.rows)
         self.places = places_of(cache)
         numbers = np.arange(self.rows, dtype=np.int32)
-        turns = _first_turns(self.apart, last, chunks.prompt, numbers, self.request, self.places)
+        turns = _first_turns(
+            self.split_model, last, chunks.prompt, numbers, self.request, self.places
+        )
         return cache, turns
 
     def _take_turns(self, cache: PyTree, turns: Turns) -> tuple[PyTree, Turns]:
@@ -152,7 +154,7 @@ class _Decoding:
         return _replace_row(
             cache,
             turns,
-            self.apart,
+            self.split_model,
             own,
             last,
             chunks.prompt,

@@ -74,7 +74,9 @@ def begin(model: PyTree, read: ReadPrompt, request: Request) -> tuple[PyTree, La
         prompt = jnp.repeat(prompt, request.copies, axis=0)
     rows = jnp.zeros(logits.shape[0], jnp.int32)
     history = new_history(prompt, request)
-    scores = rows.astype(jnp.float32) if request.scored else None
+    scores = None
+    if request.scored:
+        scores = rows.astype(jnp.float32)
     count = jnp.zeros((), jnp.int32)
     least = least_new(prompt, request)
     nothing = Last(rows, scores, rows.astype(bool), rows, count, history, least)

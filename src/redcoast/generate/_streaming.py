@@ -81,12 +81,12 @@ def _steps(
     if is_new:  # the first token does not wait for the program of the others
         yield last
     model, cache = by_layer_with(model, cache)
-    apart, places = SplitTree.of(model), places_of((cache, last))
+    split_model, places = SplitTree.of(model), places_of((cache, last))
 
     def advance_all(cache: PyTree, last: Last) -> Iterator[Last]:
         yield last
         for _ in range(count - 1):
-            cache, last = _advance(cache, apart, last, request, places)
+            cache, last = _advance(cache, split_model, last, request, places)
             yield last
 
     steps = advance_all(cache, last)

@@ -72,7 +72,9 @@ def add_adapters(
         )
     # By the sorted paths, so that the same key gives the same adapters.
     keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
-    scale = float(alpha / rank) if alpha is not None else 1.0
+    scale = 1.0
+    if alpha is not None:
+        scale = float(alpha / rank)
 
     def adapt(path: KeyPath, leaf: PyTree) -> PyTree:
         name = show_path(path)

@@ -66,8 +66,10 @@ class PeftConfig:
         return not self.by_pattern and any(self._expects(module, used) for module in modules)
 
     def _expects(self, module: str, used: bool) -> bool:
-        chosen = _ends_with(module, self.targets) if self.targets else used
-        if not chosen or _ends_with(module, self.excluded):
+        is_target = used
+        if self.targets:
+            is_target = _ends_with(module, self.targets)
+        if not is_target or _ends_with(module, self.excluded):
             return False
         if is_in(f"{module}.weight", self.saved):
             return False

@@ -59,7 +59,10 @@ def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     # B is `(heads head_dim) rank -> rank (heads) (head_dim)`. Each has the sizes of its factors.
     of_inputs, of_outputs = {}, {}
     for factor, size in tensor.fixed:
-        (of_inputs if factor in inputs else of_outputs)[factor] = size
+        if factor in inputs:
+            of_inputs[factor] = size
+        else:
+            of_outputs[factor] = size
     module = PREFIX + module_of(tensor.name)
     a, b = f"{module}.lora_A{_WEIGHT}", f"{module}.lora_B{_WEIGHT}"
     return (

@@ -315,7 +315,9 @@ def _check_targets(
         of_mask = ""
         if mask is not None:
             of_mask = f" and `mask` has shape {mask.shape}"
-        both = "`tokens`" if name == "tokens" else "`targets` and `mask`"
+        both = "`targets` and `mask`"
+        if name == "tokens":
+            both = "`tokens`"
         raise ValueError(
             f"`{of}` has shape {x.shape}, so {both} must have shape {x.shape[:-1]}; but "
             f"`{name}` has shape {targets.shape}{of_mask}."

@@ -345,7 +345,9 @@ def reverse_kl(
     if logits.shape != teacher_logits.shape or (
         mask is not None and mask.shape != logits.shape[:-1]
     ):
-        of_mask = "" if mask is None else f" and `mask` has shape {mask.shape}"
+        of_mask = ""
+        if mask is not None:
+            of_mask = f" and `mask` has shape {mask.shape}"
         raise ValueError(
             f"`logits` has shape {logits.shape}, so `teacher_logits` must have the same shape, and "
             f"`mask` the shape {logits.shape[:-1]}; but `teacher_logits` has shape "
@@ -406,7 +408,9 @@ def _token_losses(
     at_most, beyond = _split_log_ratios(log_ratios)
     ratios = jnp.exp(at_most) * (1 + beyond)  # a tangent beyond the limit
     gains = jax.lax.stop_gradient(at_least_float32(advantages))
-    gains = jnp.broadcast_to(gains if gains.ndim == 2 else gains[:, None], ratios.shape)
+    if gains.ndim == 1:  # of each sequence
+        gains = gains[:, None]
+    gains = jnp.broadcast_to(gains, ratios.shape)  # (batch, seq)
     # Clipped where the policy got better only: otherwise the gradient would be lost.
     is_clipped = jnp.where(gains >= 0, ratios > 1.0 + above, ratios < 1.0 - below)
     limits = jnp.where(gains >= 0, 1.0 + above, 1.0 - below).astype(ratios.dtype)

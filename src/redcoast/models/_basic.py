@@ -75,7 +75,9 @@ def layer_norm(
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
         y = y.astype(x.dtype) * _along(scale, x)
-        return y if shift is None else y + _along(shift, x)
+        if shift is None:
+            return y
+        return y + _along(shift, x)
 
     return norm(x, scale, shift)
 
@@ -116,7 +118,9 @@ def activate_gated(
 def softcap(x: Float[Array, "..."], cap: int | float | None) -> Float[Array, "..."]:
     """Returns `cap * tanh(x / cap)`, or `x` without a cap."""
     # Near 0 it is the identity, so that a cap changes only large scores.
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    if cap is None:
+        return x
+    return cap * jnp.tanh(x / cap)
 
 
 def check_activation(name: str) -> None:
@@ -146,12 +150,16 @@ def small_normal(
 
 def zeros(shape: tuple[int, ...], *, when: bool) -> Float[Array, "..."] | None:
     """Returns initial biases, or None where a model has none."""
-    return jnp.zeros(shape) if when else None
+    if when:
+        return jnp.zeros(shape)
+    return None
 
 
 def ones(shape: tuple[int, ...], *, when: bool) -> Float[Array, "..."] | None:
     """Returns initial scales of a norm, or None where a model has none."""
-    return jnp.ones(shape) if when else None
+    if when:
+        return jnp.ones(shape)
+    return None
 
 
 def output_scale(layers: int) -> float:
@@ -215,4 +223,6 @@ def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."
 
 def split_key(key: Key, count: int) -> list[Key]:
     """Splits a key into a list of `count` keys; None gives a list of None."""
-    return [None] * count if key is None else list(jax.random.split(key, count))
+    if key is None:
+        return [None] * count
+    return list(jax.random.split(key, count))

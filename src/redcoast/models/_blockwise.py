@@ -110,14 +110,24 @@ def attend_with_sums(
     """Returns the results of `attend_in_blocks` without sinks, and the logarithm of the sum of the
     exponentials of each query's scores."""
     queries, keys = q.shape[1], k.shape[1]
-    block = block or (_BLOCK_OF_CPU if target().platform == "cpu" else _BLOCK)
+    if block is None:
+        block = _BLOCK
+        if target().platform == "cpu":
+            block = _BLOCK_OF_CPU
     # Blocks of one size with little padding, which a scan needs.
     rows, columns = (_block_size(size, block) for size in (queries, keys))
     pairs = _visible_blocks(view, queries, keys, rows, columns)
-    # Without dropout the random numbers would be computed and not used.
-    key = key if rate else None
     options = _Options(rows, columns, pairs, scale, softcap, rate)
-    slots = pad_to_blocks(jnp.arange(queries) if view.slots is None else view.slots, rows, 0)
+    slots = view.slots
+    if slots is None:
+        slots = jnp.arange(queries)
+    slots = pad_to_blocks(slots, rows, 0)
+    keys_of_queries = None
+    # Without dropout the random numbers would be computed and not used.
+    if key is not None and rate:
+        keys_of_queries = jax.vmap(jax.random.fold_in, (None, 0))(key, slots)
+    if isinstance(bias, jax.Array):
+        bias = _Dense(bias)
     # The view of whole blocks, in which padded keys are not seen.
     real, segments = view.real, view.segments
     # In causal attention, no query sees the padding, which is behind all keys.
@@ -130,8 +140,8 @@ def attend_with_sums(
     inputs = _ScoreInputs(
         View(real, slots, segments, view.causal, view.window),
         jnp.arange(-(-keys // columns) * columns),
-        None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, slots),
-        _Dense(bias) if isinstance(bias, jax.Array) else bias,
+        keys_of_queries,
+        bias,
     )
     # (batch, queries, kv_heads, groups, head_dim)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
@@ -305,11 +315,12 @@ def _block(
     of_columns = lambda x, axis=1: _take(x, j, options.columns, axis)
     view = fixed.view
     slots, columns = of_rows(view.slots, 0), of_columns(fixed.columns, 0)
-    real = None if view.real is None else of_columns(view.real)
-    segments = view.segments
+    real, segments = view.real, view.segments
+    if real is not None:
+        real = of_columns(real)
     if segments is not None:
         segments = of_rows(segments[0]), of_columns(segments[1])
-    seen = see(view, slots, columns, real, segments)
+    visible = see(view, slots, columns, real, segments)
     index = i * options.rows + jnp.arange(options.rows)  # of queries; slots may differ from it
 
     def finish(scores: Array, own: _ScoreInputs) -> Array:
@@ -332,9 +343,9 @@ def _block(
         draw = lambda key: jax.random.bernoulli(
             jax.random.fold_in(key, j), 1 - options.rate, (batch, heads, groups, width)
         )
-        drawn = jnp.moveaxis(jax.vmap(draw)(of_rows(fixed.keys, 0)), 0, 3)
-        factors = drawn.astype(scores.dtype) / (1 - options.rate)  # 0, or 1 / (1 - rate)
-    return scores, seen[:, None, None], factors, pull
+        is_kept = jnp.moveaxis(jax.vmap(draw)(of_rows(fixed.keys, 0)), 0, 3)
+        factors = is_kept.astype(scores.dtype) / (1 - options.rate)  # 0, or 1 / (1 - rate)
+    return scores, visible[:, None, None], factors, pull
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:

@@ -34,7 +34,9 @@ class Cache(eqx.Module):
     def take(self, rows: Int[Array, " rows"]) -> "Cache":
         """Gathers rows of the batch; a row may be repeated."""
         k, v = jnp.take(self.k, rows, axis=1), jnp.take(self.v, rows, axis=1)
-        lengths = None if self.lengths is None else jnp.take(self.lengths, rows, axis=0)
+        lengths = self.lengths
+        if lengths is not None:
+            lengths = jnp.take(lengths, rows, axis=0)
         return Cache(k, v, jnp.take(self.mask, rows, axis=0), self.filled, lengths)
 
 
@@ -70,7 +72,13 @@ def _is_cache(x: object) -> bool:
 
 def _map_caches(fn: Callable[[Cache], Cache], tree: PyTree) -> PyTree:
     """Applies a function to each `Cache` in a tree."""
-    return jax.tree.map(lambda x: fn(x) if _is_cache(x) else x, tree, is_leaf=_is_cache)
+
+    def of_node(x: PyTree) -> PyTree:
+        if isinstance(x, Cache):
+            return fn(x)
+        return x
+
+    return jax.tree.map(of_node, tree, is_leaf=_is_cache)
 
 
 def split_layers(cache: PyTree) -> PyTree:

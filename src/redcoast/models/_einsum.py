@@ -74,7 +74,9 @@ class LowRank(AbstractLowRank):
         stack = "".join(it.islice(letters, stacked))
         inputs = "".join(it.islice(letters, a.ndim - stacked - 1))
         outputs = "".join(letters)
-        sides = outputs + inputs if self.outputs_first else inputs + outputs
+        sides = inputs + outputs
+        if self.outputs_first:
+            sides = outputs + inputs
         change = jnp.einsum(f"{stack}{inputs}r,{stack}r{outputs}->{stack}{sides}", a, b)
         # Added in a wide dtype, and rounded once.
         weight = unquantised(self.weight).astype(change.dtype) + self.scale * change
@@ -83,7 +85,9 @@ class LowRank(AbstractLowRank):
 
 def merged(weight: Weight | LowRank) -> Float[Array, "..."]:
     """Returns a weight as one array, with its adapter added if it has one."""
-    return weight.merged() if isinstance(weight, LowRank) else unquantised(weight)
+    if isinstance(weight, LowRank):
+        return weight.merged()
+    return unquantised(weight)
 
 
 def product(

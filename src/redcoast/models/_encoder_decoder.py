@@ -190,7 +190,9 @@ def shift_right(
                 f"largest {labels.dtype}."
             )
     # Collate functions run on the host, where a JAX array would be moved to a device.
-    xp = np if isinstance(labels, np.ndarray) else jnp
+    xp = jnp
+    if isinstance(labels, np.ndarray):
+        xp = np
     first = xp.full_like(labels[..., :1], start)  # (..., 1)
     shifted = xp.concatenate([first, labels[..., :-1]], axis=-1)
     return xp.where(shifted < 0, xp.full_like(shifted, pad), shifted)

@@ -122,7 +122,9 @@ class ParallelDecoder(Decoder):
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
         # GPT-J rotates neighbouring features, and GPT-NeoX features that are half of the rotated
         # ones apart.
-        turn = rotate_pairs if c.rope_pairs else rotate
+        turn = rotate
+        if c.rope_pairs:
+            turn = rotate_pairs
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, mlp_key = split_key(key, 2)

@@ -104,7 +104,9 @@ def _in_parts(
         biases = _split(bias, parts, 2)  # (parts, batch, heads, part, keys)
 
     def attend_part(q, k, v, slots, queries, bias):
-        segments = (queries, keys) if keys is not None else None
+        segments = None
+        if keys is not None:
+            segments = queries, keys
         if of_distances is not None:
             by_distance, positions = of_distances
             bias = RelativeBias(by_distance, bias, positions)

@@ -113,7 +113,9 @@ def quantised_weight(weight: Float[Array, "..."], numbers: Numbers, axis: int) -
             f"but dimension {weight.ndim + axis} has {size}. Leave it out of `targets`, or use "
             "'int8'."
         )
-    block = math.gcd(size, _BLOCK) if numbers == "nf4" else size
+    block = size
+    if numbers == "nf4":
+        block = math.gcd(size, _BLOCK)
     at = weight.ndim + axis
     shape = (*weight.shape[:at], size // block, block, *weight.shape[at + 1 :])
     blocks = weight.astype(jnp.float32).reshape(shape)
@@ -141,4 +143,6 @@ def is_quantised(x: object) -> bool:
 
 
 def unquantised(weight: Array | QuantisedWeight) -> Float[Array, "..."]:
-    return weight.dequantised() if isinstance(weight, QuantisedWeight) else weight
+    if isinstance(weight, QuantisedWeight):
+        return weight.dequantised()
+    return weight

@@ -25,17 +25,17 @@ def distance_buckets(count: int, far: int, *, causal: bool) -> Int[np.ndarray, "
     Half of the buckets contain one distance each. The others contain ranges that grow
     geometrically. If keys after the query are visible, half of all buckets are for them.
     """
-    apart = np.arange(-far, far + 1)
-    size = np.maximum(-apart, 0)  # of keys before the query; later ones have 0
+    distances = np.arange(-far, far + 1)
+    size = np.maximum(-distances, 0)  # of keys before the query; later ones have 0
     if not causal:
-        count, size = count // 2, np.abs(apart)
+        count, size = count // 2, np.abs(distances)
     exact = count // 2  # buckets of one distance each
     growth = np.log(np.maximum(size, exact) / exact) / np.log(far / exact)
     # At the start of a range the result must not depend on the rounding of the logarithm.
     ranged = exact + np.floor(growth * (count - exact) + 1e-6).astype(int)
     bucket = np.where(size < exact, size, np.minimum(ranged, count - 1))
     if not causal:
-        bucket = bucket + count * (apart > 0)  # the other half is for later keys
+        bucket = bucket + count * (distances > 0)  # the other half is for later keys
     return bucket
 
 
@@ -61,9 +61,10 @@ class RelativeBias(eqx.Module):
 
 def _between(by_distance: Array, queries: Array, keys: Array) -> Array:
     far = by_distance.shape[0] // 2
-    apart = jnp.clip(keys[:, None] - queries[:, :, None], -far, far)  # (batch, queries, keys)
+    # (batch, queries, keys)
+    distances = jnp.clip(keys[:, None] - queries[:, :, None], -far, far)
     # (batch, heads, queries, keys)
-    return jnp.moveaxis(jnp.take(by_distance, apart + far, axis=0), -1, 1)
+    return jnp.moveaxis(jnp.take(by_distance, distances + far, axis=0), -1, 1)
 
 
 def relative_bias(

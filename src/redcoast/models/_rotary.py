@@ -205,7 +205,9 @@ def rotate(
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     a, b = jnp.split(turned.astype(cos.dtype), 2, axis=-1)  # (batch, seq, heads, half)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
+    if rest.shape[-1] == 0:
+        return turned
+    return jnp.concatenate([turned, rest], axis=-1)
 
 
 def rotate_pairs(

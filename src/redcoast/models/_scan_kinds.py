@@ -1,4 +1,4 @@
-"""Scanning over layers of several kinds, whose arrays are stacked for each kind apart."""
+"""Scanning over layers of several kinds, whose arrays are stacked for each kind."""
 
 import functools as ft
 from collections import Counter
@@ -83,7 +83,9 @@ def scan_kinds(
     Returns the residual stream and the cache after the last layer.
     """
     # One for each layer, in the order of the layers, whatever their kinds are.
-    keys = jax.random.split(key, len(kinds)) if key is not None else None
+    keys = None
+    if key is not None:
+        keys = jax.random.split(key, len(kinds))
     if any(map(is_by_layer, jax.tree.leaves(dict(stacks), is_leaf=is_by_layer))):
         for position, kind in enumerate(kinds):
             nth = kinds[:position].count(kind)
@@ -114,7 +116,7 @@ def _run_period(layer_fn, part, remat, x, cache, layers, number, key):
     """Runs the layers of the period with this number; a `layer_fn` of `scan_layers`."""
     slices, of_all = layers
     counts, before = Counter(part.pattern), Counter(part.before)
-    # A loop whose iteration has one layer keeps its backward pass apart.
+    # A loop whose iteration has one layer keeps its backward pass separate.
     prevent_cse = len(part.pattern) > 1 or part.repeats == 1
     for position, kind in enumerate(part.pattern):
         nth = part.pattern[:position].count(kind)

@@ -59,7 +59,9 @@ def check_remat(remat: str) -> None:
 def with_remat(fn: Callable[..., Any], remat: Remat, *, prevent_cse: bool) -> Callable[..., Any]:
     """Returns the function, of which the backward pass computes again what `remat` says."""
     policy = _POLICIES[remat]
-    return fn if policy is None else jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)
+    if policy is None:
+        return fn
+    return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)
 
 
 def scan_layers(
@@ -89,13 +91,15 @@ def scan_layers(
     """
     stacks = jax.tree.leaves(layers, is_leaf=is_by_layer)
     # Some stacks, such as flags of layers, are not split.
-    apart = next(filter(is_by_layer, stacks), None)
-    if apart is not None:
-        for i, own in enumerate(split_key(key, len(apart.arrays))):
-            x, cache = layer_fn(x, cache, layer_arrays(layers, i), np.int32(i), own)
+    by_layer = next(filter(is_by_layer, stacks), None)
+    if by_layer is not None:
+        for i, layer_key in enumerate(split_key(key, len(by_layer.arrays))):
+            x, cache = layer_fn(x, cache, layer_arrays(layers, i), np.int32(i), layer_key)
         return x, cache
     count = jax.tree.leaves(layers)[0].shape[0]
-    keys = jax.random.split(key, count) if key is not None else None
+    keys = None
+    if key is not None:
+        keys = jax.random.split(key, count)
     together = min(unroll or default_unroll(layers, count, has_cache=has_cache(cache)), count)
 
     # The residual stream of each layer is saved for the backward pass, in which XLA for GPUs
@@ -145,7 +149,9 @@ def layer_arrays(layers: PyTree, i: int) -> PyTree:
     """Returns the arrays of one layer. `layers` has stacked arrays or `ByLayer`s."""
 
     def of_stack(stack: Array | ByLayer) -> Array:
-        return stack.arrays[i] if isinstance(stack, ByLayer) else stack[i]
+        if isinstance(stack, ByLayer):
+            return stack.arrays[i]
+        return stack[i]
 
     return jax.tree.map(of_stack, layers, is_leaf=is_by_layer)
 

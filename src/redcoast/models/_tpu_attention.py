@@ -194,7 +194,9 @@ def _run_backward(options: SplashOptions, interpret: bool, *arrays: Array) -> tu
 
 
 def _as_ids(segments: Sequence[Array]) -> splash.SegmentIds | None:
-    return splash.SegmentIds(*segments) if segments else None
+    if segments:
+        return splash.SegmentIds(*segments)
+    return None
 
 
 def _forward_in_blocks(
@@ -204,7 +206,9 @@ def _forward_in_blocks(
     window = None
     if options.window is not None:
         window = options.window[0] + 1
-    pair = (segments[0], segments[1]) if segments else None
+    pair = None
+    if segments:
+        pair = segments[0], segments[1]
     view = View(segments=pair, causal=options.causal, window=window)
     return attend_with_sums(q, k, v, view, scale=1.0, softcap=options.softcap)
 
@@ -258,7 +262,10 @@ def _map_rows(
     count = next(x.shape[d] for x, d in pairs if d is not None)
     merged = []
     for x, d in pairs:
-        x = jnp.broadcast_to(x[None], (count, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        if d is None:
+            x = jnp.broadcast_to(x[None], (count, *x.shape))
+        else:
+            x = jnp.moveaxis(x, d, 0)
         merged.append(x.reshape(-1, *x.shape[2:]))  # (count * batch, ...)
     results = primitive.bind(*merged, **params)
     return [x.reshape(count, -1, *x.shape[1:]) for x in results], [0] * len(results)

@@ -207,7 +207,9 @@ class Transformer(Decoder):
 
 def _flags(of_layers: tuple[bool, ...]) -> Bool[Array, " layers"] | None:
     """An option of each layer, as an input of the scan, or None if all layers are alike."""
-    return jnp.asarray(of_layers) if of_layers else None
+    if of_layers:
+        return jnp.asarray(of_layers)
+    return None
 
 
 def _norm_before(x, scale, c):
@@ -242,7 +244,9 @@ def _growth(positions, c, dtype):
 
 def _angles(positions, c, cache, dtype):
     """The cosines and sines of all layers; and of the layers with a window, if they differ."""
-    lengths = None if cache is None else cache.lengths
+    lengths = None
+    if cache is not None:
+        lengths = cache.lengths
     scaled = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, dtype, lengths)
     if not c.local or c.local_rope_base is None:
         return scaled, None

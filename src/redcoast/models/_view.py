@@ -34,7 +34,9 @@ class View(eqx.Module):
 
     def visible(self, queries: int, keys: int) -> Bool[Array, "#batch #queries #keys"]:
         """Returns the array of all pairs."""
-        rows = jnp.arange(queries) if self.slots is None else self.slots
+        rows = self.slots
+        if rows is None:
+            rows = jnp.arange(queries)
         return see(self, rows, jnp.arange(keys), self.real, self.segments)
 
 

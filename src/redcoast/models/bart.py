@@ -106,8 +106,9 @@ class Bart(EncoderDecoder):
     def _run(self, stack, tokens, positions, visible, cross, cache, key):
         c = self.config
         embed_key, key = split_key(key, 2)
-        scale = math.sqrt(c.width) if c.scale_embedding else 1.0
-        x = look_up(self.embed, tokens) * scale  # (batch, seq, width)
+        x = look_up(self.embed, tokens)  # (batch, seq, width)
+        if c.scale_embedding:
+            x = x * math.sqrt(c.width)
         x = x + look_up(stack.position_embed, _UNUSED + positions)
         x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)  # (batch, seq, width)
         x = dropout(x, c.dropout, embed_key)

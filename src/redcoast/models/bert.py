@@ -78,7 +78,9 @@ class BertConfig(TokenSizes, TextConfig):
     @property
     def first_position(self) -> int:
         """The row of the position table for the first token of a sequence."""
-        return self.pad + 1 if self.kind == "roberta" and self.pad is not None else 0
+        if self.kind == "roberta" and self.pad is not None:
+            return self.pad + 1
+        return 0
 
     @property
     def pools(self) -> bool:
@@ -86,7 +88,9 @@ class BertConfig(TokenSizes, TextConfig):
 
     @property
     def head_rate(self) -> int | float:
-        return self.dropout if self.head_dropout is None else self.head_dropout
+        if self.head_dropout is None:
+            return self.dropout
+        return self.head_dropout
 
 
 class Bert(eqx.Module):
@@ -229,7 +233,9 @@ class Bert(eqx.Module):
             # Only RoBERTa's classifier has dropout before its dense layer, too.
             x = dropout(x, self.config.head_rate, key)
         x = self.pooler(x)
-        return jax.nn.relu(x) if self.config.kind == "distilbert" else jnp.tanh(x)
+        if self.config.kind == "distilbert":
+            return jax.nn.relu(x)
+        return jnp.tanh(x)
 
     def unembed(self, hidden: HiddenStates) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of each token, with the head `"masked"` or `"pretraining"`."""
@@ -239,8 +245,9 @@ class Bert(eqx.Module):
                 "`unembed` needs the head 'masked' or 'pretraining', but this model's head is "
                 f"{c.head!r}."
             )
-        # The head of RoBERTa has a GELU, whatever its layers have.
-        activation = "gelu" if c.kind == "roberta" else c.activation
+        activation = c.activation
+        if c.kind == "roberta":  # its head has a GELU, whatever its layers have
+            activation = "gelu"
         x = ACTIVATIONS[activation](product("bsd,de->bse", hidden, head.w, head.b))
         x = layer_norm(x, head.norm, head.norm_shift, c.norm_eps)
         # The head shares the weights of the embedding.

@@ -144,7 +144,9 @@ class Captioner(eqx.Module):
         """Returns the encoder's hidden states, which the decoder attends to."""
         memory = self.encoder.hidden(pixels, mask=mask, key=key)
         # The decoder's cross-attention takes its own width.
-        return memory if self.bridge is None else self.bridge(memory)
+        if self.bridge is None:
+            return memory
+        return self.bridge(memory)
 
     def init_cache(
         self,

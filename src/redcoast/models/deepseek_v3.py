@@ -142,7 +142,9 @@ class DeepseekV3(SharedExpertsDecoder):
     @staticmethod
     def _attention(layer, x, angles, visible, cache, index, key, config):
         c = config
-        turn = rotate_pairs if c.rope_pairs else rotate
+        turn = rotate
+        if c.rope_pairs:
+            turn = rotate_pairs
         y = x
         if layer.q_down is not None:
             y = rms_norm(product("bsd,dl->bsl", x, layer.q_down), layer.q_norm, _LATENT_EPS)

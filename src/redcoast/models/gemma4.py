@@ -147,7 +147,12 @@ class Gemma4Config(GroupedConfig):
     def kinds(self) -> tuple[str, ...]:
         """The kind of each layer, which is the name of the stack that has its parameters."""
         own = self.layers - self.shared_layers
-        sides = ["near" if local else "far" for local in self.local]
+        sides: list[str] = []
+        for local in self.local:
+            side = "far"
+            if local:
+                side = "near"
+            sides.append(side)
         return (*sides[:own], *(f"{side}_shared" for side in sides[own:]))
 
     def heads_of(self, side: str) -> tuple[int, int]:

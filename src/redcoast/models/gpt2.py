@@ -164,7 +164,9 @@ class GPT2(TableHead):
         c = self.config
         own = empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
         cross = self._read(batch, memory, memory_mask)
-        return own if cross is None else CrossCache(own, *cross)
+        if cross is None:
+            return own
+        return CrossCache(own, *cross)
 
     def decode(
         self, tokens: Tokens, cache: Cache | CrossCache, *, mask: Mask | None = None

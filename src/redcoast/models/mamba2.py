@@ -194,7 +194,9 @@ class Mamba2(TableHead, Decoder):
             x = x.astype(wide(dtype))
 
         def layer_fn(x, cache, layer, index, key):
-            before = states_of_layer(cache, index) if cache is not None else None
+            before = None
+            if cache is not None:
+                before = states_of_layer(cache, index)
             y = rms_norm(x, layer.norm, c.norm_eps).astype(dtype)
             y, after = _mixer(layer, y, real, before, c)
             if cache is not None:

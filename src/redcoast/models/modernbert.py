@@ -267,7 +267,9 @@ class ModernBert(eqx.Module):
             layer, norm, shift, local = inputs
             attention_key, mlp_key = split_key(key, 2)
             weights_key, out_key = split_key(attention_key, 2)
-            y = layer_norm(x, norm, shift, c.norm_eps) if norm is not None else x
+            y = x
+            if norm is not None:
+                y = layer_norm(x, norm, shift, c.norm_eps)
             # The embedding has a norm of its own, so the first layer has none.
             y = jnp.where(index == 0, x, y)
             # Layers with and without a window are scanned together, so each selects its angles.
@@ -298,7 +300,9 @@ class ModernBert(eqx.Module):
         all, after the dense layer and the norm."""
         if self.config.pooling == "cls":
             return self._project(first_token(hidden, mask)[:, None])[:, 0]
-        where = mask.astype(bool)[:, :, None] if mask is not None else None
+        where = None
+        if mask is not None:
+            where = mask.astype(bool)[:, :, None]
         # The mean of hidden states, not of logits, as in the published classifiers.
         return self._project(jnp.mean(hidden, axis=1, keepdims=True, where=where))[:, 0]
 

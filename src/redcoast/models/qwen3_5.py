@@ -148,7 +148,9 @@ class Qwen3_5Layers(StackedLayers):
     def __init__(self, config: Qwen3_5Config, layers: int, make: Make):
         """`make(fan_in, *shape, scale=1.0)` returns initial weights, stacked over the layers."""
         c, out = config, output_scale(config.layers)
-        stack = () if c.experts is None else (c.experts,)
+        stack = ()
+        if c.experts is not None:
+            stack = (c.experts,)
         self.mixer_norm, self.mlp_norm = (jnp.zeros((layers, c.width)) for _ in range(2))
         self.gate, self.up = (make(c.width, *stack, c.width, c.hidden) for _ in range(2))
         self.down = make(c.hidden, *stack, c.hidden, c.width, scale=out)

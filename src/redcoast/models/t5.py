@@ -70,7 +70,9 @@ class T5Config(StackSizes, DecoderConfig):
 
     @property
     def scaled(self) -> bool:
-        return self.tied if self.scale_head is None else self.scale_head
+        if self.scale_head is None:
+            return self.tied
+        return self.scale_head
 
 
 class T5Layers(StackedLayers):

@@ -126,7 +126,9 @@ class ViT(eqx.Module):
         `ValueError` if the images do not have the size of the configuration.
         """
         hidden = self.hidden(pixels, mask=mask, key=key)  # (batch, tokens, width)
-        return hidden if self.head is None else self.head(hidden[:, 0])
+        if self.head is None:
+            return hidden
+        return self.head(hidden[:, 0])
 
     def hidden(
         self, pixels: Pixels, *, mask: None = None, key: Key = None

@@ -123,5 +123,7 @@ def save_pretrained(
     from ._save import save
 
     refuse_state(model, "save_pretrained")
-    source = None if tokenizer is None else Path(tokenizer).expanduser().absolute()
+    source = None
+    if tokenizer is not None:
+        source = Path(tokenizer).expanduser().absolute()
     save(model, local_path("path", path).absolute(), source, card, max_file_bytes)

@@ -39,7 +39,9 @@ def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameter
     rows = []
     for key, value in facts.items():
         if key not in FRONT:
-            text = f"{value:.6g}" if isinstance(value, float) else str(value)
+            text = str(value)
+            if isinstance(value, float):
+                text = f"{value:.6g}"
             rows.append(f"| {_cell(key.replace('_', ' '))} | {_cell(text)} |")
     if rows:  # a table without headings
         lines += ["## Training", "", "| | |", "| --- | --- |", *rows, ""]
@@ -59,7 +61,9 @@ def check_card(card: Any) -> None:
         is_text = isinstance(value, str) and key != "tags"
         is_list = isinstance(value, list) and all(isinstance(x, str) for x in value)
         if not (is_text or is_list):
-            kind = "a list of strings" if key == "tags" else "a string, or a list of strings"
+            kind = "a string, or a list of strings"
+            if key == "tags":
+                kind = "a list of strings"
             raise TypeError(f"`card` has {key!r}: {value!r}. It must be {kind}.")
 
 

@@ -106,18 +106,20 @@ def load(
         fill = partial(fill_host, stored=stored, most=_piece_elements(stored, dtype, 2**22))
     filled: dict[str, Any] = {}
     if quantise is not None:
-        chosen = []
+        matrices: dict[str, ArrayToRead] = {}
         for name, target in targets.items():
             if "layers" in name and matrix_of(target.tensor):
-                chosen.append(name)
-        if not chosen:
+                matrices[name] = target
+        if not matrices:
             raise ValueError(
                 f"The model at {path} has no matrices of layers to quantise. Load it without "
                 "`quantise`, and choose its matrices by `redcoast.lora.quantise(model, "
                 "targets=...)`."
             )
         # Before the other arrays, because their parts in `dtype` need memory for a while.
-        filled = fill_quantised({name: targets.pop(name) for name in chosen}, quantise, fill)
+        filled = fill_quantised(matrices, quantise, fill)
+        for name in matrices:
+            del targets[name]
     if targets:
         filled |= fill(targets)
     return join([filled[name] for name in arrays], static)
@@ -227,11 +229,13 @@ def split_experts(
 ) -> dict[str, Stored]:
     """Returns the tensors of a file, with one for each matrix of an expert where a model needs
     these. They are read in parts, as all others are."""
-    split = {}
+    split: dict[str, Stored] = {}
     for name, tensor in stored.items():
         match = _FUSED.fullmatch(name)
-        matrices = [] if match is None else list(_matrices(match, tensor, needed))
-        split |= dict(matrices) if matrices else {name: tensor}
+        matrices: dict[str, Stored] = {}
+        if match is not None:
+            matrices = dict(_matrices(match, tensor, needed))
+        split |= matrices or {name: tensor}
     return split
 
 

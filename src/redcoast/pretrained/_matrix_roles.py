@@ -47,4 +47,6 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
     inputs = next(group for group in left if right[0][0] in group)
     count = sum(set(group) <= set(inputs) for group in right)
     # Without output dimensions it is a vector that is published as a matrix with one row.
-    return None if count == len(right) else Matrix(stacked, count)
+    if count == len(right):
+        return None
+    return Matrix(stacked, count)

@@ -168,7 +168,9 @@ def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> d
             continue
         scales = read.pop(base + "_scales", None)
         if scales is None or (scales.shape, scales.dtype) != (blocks.shape[:3], np.uint8):
-            kind = "none" if scales is None else f"some of shape {scales.shape} of {scales.dtype}"
+            kind = "none"
+            if scales is not None:
+                kind = f"some of shape {scales.shape} of {scales.dtype}"
             problems.append(f"{name} needs scales of shape {blocks.shape[:3]} of uint8; has {kind}")
             continue
         del read[name]

@@ -82,7 +82,9 @@ def _of_8_bits(path: Path, stored: dict[str, Stored]) -> dict[str, Stored]:
 def _read(path: Path, name: str, box: Box, out: np.ndarray) -> None:
     def read(part: Box) -> np.ndarray:
         with safe_open(path, "numpy") as file:
-            return file.get_slice(name)[part] if part else file.get_tensor(name)
+            if part:
+                return file.get_slice(name)[part]
+            return file.get_tensor(name)
 
     _read_rows(read, box, out)
 

@@ -258,10 +258,10 @@ def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
         return leaf[index]
     sharding = None
     if isinstance(leaf.sharding, NamedSharding):
-        # Replicated if other processes hold parts of it.
-        here = leaf.sharding.is_fully_addressable
-        # The indexed dimensions are gone, so their axes are, too.
-        spec = P(*leaf.sharding.spec[len(index) :]) if here else P()
+        spec = P()  # replicated if other processes hold parts of it
+        if leaf.sharding.is_fully_addressable:
+            # The indexed dimensions are gone, so their axes are, too.
+            spec = P(*leaf.sharding.spec[len(index) :])
         sharding = NamedSharding(leaf.sharding.mesh, spec)
     # The index is an argument of the program, so one compilation serves all layers.
     return _copy_into(sharding)(leaf, np.array(index, np.int32))

@@ -133,7 +133,9 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """Returns the token ids of a setting that may have none, one or several."""
     if value is None:
         return ()
-    ids = value if isinstance(value, list) else [value]
+    ids = value
+    if not isinstance(ids, list):
+        ids = [ids]
     if not all(type(token) is int for token in ids):
         raise ValueError(
             f"A setting of token ids is {value!r}. It must be an integer or a list of integers."

@@ -91,7 +91,7 @@ def decode_rows(
         scores = jax.tree.map(together, *map(jax.device_get, parts))
     logits = _begin(stacked, last, everywhere)
     model, cache = by_layer_with(model, cache)
-    apart, places = SplitTree.of(model), places_of(cache)
+    split_model, places = SplitTree.of(model), places_of(cache)
     # The choice depends on the room only if it depends on earlier tokens.
     room = None
     if request.needs_history:
@@ -100,12 +100,13 @@ def decode_rows(
     request = dataclasses.replace(request, room=room or 0)
     for step in range(steps):
         if step:
-            logits, cache = _advance(cache, apart, progress.tokens, places, everywhere)
+            logits, cache = _advance(cache, split_model, progress.tokens, places, everywhere)
         allowed = None
         if allow is not None:
             allowed = allow()
         progress = _choose(logits, progress, request, options, allowed, everywhere)
-        yield progress, None if step else scores
+        yield progress, scores
+        scores = None  # of the prompt, with the first token
 
 
 @ft.partial(jax.jit, static_argnums=2)
@@ -177,7 +178,7 @@ def _choose(
     if allowed is not None:
         scores = jnp.where(_as_bools(allowed, vocab), scores, -jnp.inf)
     scores = jnp.where(jnp.isnan(logits), logits, scores)  # is reported
-    tokens = _drawn(scores, before.count, options)
+    tokens = _draw(scores, before.count, options)
     history = before.history
     if history is not None:
         # Behind the prompt, which takes all columns but `room`.
@@ -216,29 +217,29 @@ def _penalised(scores: Logits, before: RowProgress, options: RowOptions) -> Logi
         present = jnp.where(times > 0, options.presence, 0.0)  # (rows, vocab)
         return scores - present - options.frequency * times
 
-    wanted = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
-    return _where_any(jnp.asarray(wanted), change, scores)
+    are_penalised = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
+    return _where_any(jnp.asarray(are_penalised), change, scores)
 
 
-def _drawn(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Array, " rows"]:
+def _draw(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Array, " rows"]:
     """The best token of each row, or a sample for rows with a temperature."""
     sampled = jnp.asarray(options.temperature) > 0
 
     def sample(scores: Logits) -> Logits:
         temperature = jnp.where(sampled, options.temperature, 1.0)
         top_k, tail, min_p = map(jnp.asarray, (options.top_k, options.tail, options.min_p))
-        drawn = filter_logits(scores, temperature)
+        logits = filter_logits(scores, temperature)
         filters = (
             (top_k < scores.shape[1], {"top_k": top_k}),
             (tail > 0, {"tail": tail}),
             (min_p > 0, {"min_p": min_p}),
         )
         unit = jnp.ones((), jnp.float32)
-        for wanted, option in filters:
+        for is_filtered, option in filters:
+            # Filters divide by no temperature again: `logits` are divided already.
             keep = ft.partial(filter_logits, temperature=unit, **option)
-            # Filters divide by no temperature again: `drawn` is divided already.
-            kept = _where_any(wanted & sampled, keep, drawn)
-            drawn = jnp.where(wanted, kept, drawn)
+            filtered = _where_any(is_filtered & sampled, keep, logits)
+            logits = jnp.where(is_filtered, filtered, logits)
 
         def noise(seed: Array, number: Array) -> Array:
             # As in `redcoast.generate`, where the row index is the `number` in a request.
@@ -247,7 +248,7 @@ def _drawn(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Ar
 
         # The largest of logits and Gumbel noise is a sample of their softmax.
         noises = jax.vmap(noise)(jnp.asarray(options.seeds), jnp.asarray(options.numbers))
-        return jnp.where(sampled, drawn + noises, scores)
+        return jnp.where(sampled, logits + noises, scores)
 
     return first_greatest(_where_any(sampled, sample, scores))
 

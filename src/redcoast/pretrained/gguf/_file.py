@@ -133,7 +133,9 @@ def read_gguf(path: Path) -> GGUF:
         return first
     metadata, stored = {}, {}
     for number, part in enumerate(files_of_model(path, count)):
-        file = first if part == path else _read_file(part)
+        file = first
+        if part != path:
+            file = _read_file(part)
         if (file.metadata.get(COUNT), file.metadata.get(NUMBER)) != (count, number):
             raise ValueError(
                 f"{part} is not part {number + 1} of the {count} of {path}: its `{COUNT}` is "

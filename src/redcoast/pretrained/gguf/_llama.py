@@ -123,7 +123,9 @@ def _scaling(path: Path, file: GGUF, metadata: Settings, head_dim: int) -> Setti
         kind, rope = "linear", {"factor": _shortest(linear)}
     missing = sorted(_NEEDED.get(kind, set()) - rope.keys())
     if kind not in _NEEDED or missing:
-        without = f", without {', '.join(missing)}" if missing else ""
+        without = ""
+        if missing:
+            without = f", without {', '.join(missing)}"
         raise ValueError(
             f"{path} has settings that are not implemented: `llama.rope.scaling.type` is {kind!r}"
             f"{without}."
@@ -154,25 +156,26 @@ def fit_llama3(path: Path, factors: np.ndarray, base: float) -> Settings | None:
     largest = float(np.max(factors, initial=1.0))
     if largest == 1:
         return None
-    # 1 / factor = kept + (1 - kept) / largest, for each frequency.
-    kept = (1 / factors - 1 / largest) / (1 - 1 / largest)
-    between = (kept > 1e-6) & (kept < 1 - 1e-6)
-    # kept = (turns - 1) / (high - 1), with turns = original * frequency / (2 pi). The line through
+    # 1 / factor = share + (1 - share) / largest, for each frequency.
+    share = (1 / factors - 1 / largest) / (1 - 1 / largest)
+    between = (share > 1e-6) & (share < 1 - 1e-6)
+    # share = (turns - 1) / (high - 1), with turns = original * frequency / (2 pi). The line through
     # the points in between thus is -1 / (high - 1) at frequency zero, and its slope gives
     # `original`. One point leaves `high` open, which is 4 in all published models.
     high, slope = 4.0, 0.0
     if between.sum() > 1:
-        slope, shift = np.polyfit(frequencies[between], kept[between], 1)
-        high = round(float(1 - 1 / shift), 3) if shift < 0 else high
+        slope, shift = np.polyfit(frequencies[between], share[between], 1)
+        if shift < 0:
+            high = round(float(1 - 1 / shift), 3)
     elif between.any():
-        slope = ((high - 1) * kept[between] + 1)[0] / frequencies[between][0] / (high - 1)
+        slope = ((high - 1) * share[between] + 1)[0] / frequencies[between][0] / (high - 1)
     original = round(float(slope * (high - 1) * 2 * np.pi))
     scaling = {"rope_type": "llama3", "factor": round(largest, 4), "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": high, "original_max_position_embeddings": original}
     turns = original * frequencies / (2 * np.pi)
-    share = np.clip((turns - 1) / (high - 1), 0, 1)
+    rounded_share = np.clip((turns - 1) / (high - 1), 0, 1)
     # The rounded numbers must give the file's factors again.
-    if not np.allclose(1 / factors, share + (1 - share) / largest, rtol=1e-4):
+    if not np.allclose(1 / factors, rounded_share + (1 - rounded_share) / largest, rtol=1e-4):
         raise ValueError(
             f"{path} has factors of rotary embeddings ({_FACTORS}) that differ from Llama 3's "
             "scaling, which is not implemented. Load the model from a directory in Hugging Face's "
@@ -183,4 +186,6 @@ def fit_llama3(path: Path, factors: np.ndarray, base: float) -> Settings | None:
 
 def _shortest(value: Any) -> Any:
     # Values are stored in float32, in which 1e-5 is 9.999999747378752e-06.
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(str(np.float32(value)))
+    return value

@@ -105,8 +105,10 @@ def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
     """Returns the type of model that has these options."""
     if config.kind is not None and config.kind not in kinds:
         raise ValueError(f"`kind` must be one of {', '.join(kinds)}, but is {config.kind}.")
-    named = {name: kind for name, kind in kinds.items() if name == (config.kind or name)}
-    for name, kind in named.items():
+    candidates = dict(kinds)
+    if config.kind is not None:
+        candidates = {config.kind: kinds[config.kind]}
+    for name, kind in candidates.items():
         # Its files could also be of another type with these options.
         if kind.named and config.kind is None:
             continue
@@ -114,21 +116,24 @@ def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
         # The first type that has these options, and may have the others that are set.
         if all(getattr(config, x) == fixed[x] for x in _OPTIONS if x not in kind.free):
             return name
-    chosen = {x: getattr(config, x) for x in _OPTIONS if getattr(config, x) != _DEFAULTS[x]}
-    sentences = [f"No published architecture has this combination of options: {_listed(chosen)}."]
-    for kind in named.values():
-        fixed = _listed(kind.options) or "none of them"
+    options = {x: getattr(config, x) for x in _OPTIONS if getattr(config, x) != _DEFAULTS[x]}
+    sentences = [f"No published architecture has this combination of options: {_show(options)}."]
+    for kind in candidates.values():
+        fixed = _show(kind.options) or "none of them"
         free = " and ".join(map("`{}`".format, kind.free)) or "no other"
         sentences.append(f"{kind.architecture} has {fixed}, and may have {free}.")
     raise ValueError(" ".join(sentences))
 
 
-def _listed(options: Mapping[str, object]) -> str:
+def _show(options: Mapping[str, object]) -> str:
     return " and ".join(f"`{name}={value}`" for name, value in options.items())
 
 
 def transformer_tensors(config: TransformerConfig) -> dict[str, Tensor]:
-    tables = llama_attention("qkv" if config.qkv_bias else "") | llama_mlp()
+    biases = ""
+    if config.qkv_bias:
+        biases = "qkv"
+    tables = llama_attention(biases) | llama_mlp()
     if config.qk_norm:
         # OLMo normalises queries and keys over all heads together, and Qwen3 each head.
         pattern = "head_dim -> head_dim"

@@ -60,9 +60,11 @@ def stack_tensors(stack: str, biases: str) -> dict[str, Tensor]:
         **dense(leaf + "up", layer + "fc1"),
         **dense(leaf + "down", layer + "fc2"),
     }
-    parts = {"attention": "self_attn", "cross": "encoder_attn"}
-    for part in ("attention", "cross") if stack == "decoder" else ("attention",):
-        name = layer + parts[part]
+    parts = {"attention": "self_attn"}
+    if stack == "decoder":
+        parts["cross"] = "encoder_attn"
+    for part, module in parts.items():
+        name = layer + module
         table |= attention(f"{leaf}{part}/", name + ".", OUT_PROJ, biases=biases)
         table |= norm(f"{leaf}{part}/norm", name + "_layer_norm")
     return table

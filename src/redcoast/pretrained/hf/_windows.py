@@ -21,4 +21,5 @@ def all_but_last_of(period: int, layers: int) -> tuple[bool, ...]:
 
 
 def write_windows(is_local: Sequence[bool], local: str = LOCAL) -> list[str]:
-    return [local if here else GLOBAL for here in is_local]
+    kinds = {True: local, False: GLOBAL}
+    return [kinds[has_window] for has_window in is_local]

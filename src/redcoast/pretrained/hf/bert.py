@@ -107,7 +107,9 @@ def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
 def tensors(config: BertConfig) -> dict[str, Tensor]:
     if config.kind == "distilbert":
         return distilbert_tensors(config)
-    base = f"{config.kind}." if config.head else ""
+    base = ""
+    if config.head:
+        base = f"{config.kind}."
     layer = base + "encoder.layer.{layer}."
     return {
         "embed": Tensor(base + "embeddings.word_embeddings.weight", TABLE),
@@ -148,7 +150,9 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
 def duplicates(config: BertConfig) -> dict[str, str]:
     names, base = {}, f"{config.kind}."
     # Files of the base model may have the prefix of models with a head.
-    prefix = "" if config.head else base
+    prefix = ""
+    if not config.head:
+        prefix = base
     for name in all_names(tensors(config), config.layers):
         # The names in Google's original files.
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
@@ -210,7 +214,9 @@ def write_distilbert(config: BertConfig) -> Settings:
 
 
 def distilbert_tensors(config: BertConfig) -> dict[str, Tensor]:
-    base = "distilbert." if config.head else ""
+    base = ""
+    if config.head:
+        base = "distilbert."
     layer = base + "transformer.layer.{layer}."
     tables = {
         "embed": Tensor(base + "embeddings.word_embeddings.weight", TABLE),

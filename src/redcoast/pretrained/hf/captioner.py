@@ -82,7 +82,9 @@ def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
 
 def module_name(name: str) -> str:
     of_encoder = name.removeprefix("base_model.model.").startswith("encoder.")
-    return vit.module_name(name) if of_encoder else name
+    if of_encoder:
+        return vit.module_name(name)
+    return name
 
 
 def duplicates(config: CaptionerConfig) -> dict[str, str]:

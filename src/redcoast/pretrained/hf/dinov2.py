@@ -90,7 +90,9 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
     base = _base(c)
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
     mlp, tokens = layer + "mlp.", "1 tokens width -> tokens width"
-    biases, modules = "qkvo" if c.qkv_bias else "o", VIT_ATTENTION
+    biases, modules = "o", VIT_ATTENTION
+    if c.qkv_bias:
+        biases = "qkvo"
     table = {
         **patches("", embeddings + "patch_embeddings.projection"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),

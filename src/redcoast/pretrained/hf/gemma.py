@@ -122,11 +122,9 @@ def _kind(c: GemmaConfig) -> str:
         odd = [c.score_scale not in (None, c.head_dim), c.score_cap, c.logit_cap, any(c.local)]
         kind = "gemma"
     elif c.post_norms and not c.qk_norm:
-        apart = c.local_rope_base is not None and (c.local_rope_base, None) != (
-            c.rope_base,
-            c.rope_scaling,
-        )
-        odd, kind = [apart], "gemma2"
+        # The rotary embeddings of layers with a window, which have no scaling, and of the others.
+        local_rope, global_rope = (c.local_rope_base, None), (c.rope_base, c.rope_scaling)
+        odd, kind = [c.local_rope_base is not None and local_rope != global_rope], "gemma2"
     else:
         shared = any(c.local) and c.local_rope_base is None and c.rope_scaling is not None
         odd, kind = [not c.post_norms, c.score_cap, shared], "gemma3_text"

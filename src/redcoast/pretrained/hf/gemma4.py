@@ -96,8 +96,10 @@ def _far(c: Settings, local: tuple[bool, ...]) -> Fields:
     first = layers.get(local.index(False), {})
     for number, has_window in enumerate(local):
         settings = layers.pop(number, {})
-        wanted = {} if has_window else first
-        if settings != wanted:
+        expected = first
+        if has_window:
+            expected = {}
+        if settings != expected:
             layers[number] = settings
     if layers or first.keys() - {*_FAR.values()}:
         raise ValueError(

@@ -36,6 +36,10 @@ _IGNORED = """
 def read(settings: Settings) -> Fields:
     declared = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
     sizes = [value for value in declared if type(value) is int and value > 0]
+    expand: float = 2
+    if len(sizes) == 3:
+        heads, head_dim, width = sizes
+        expand = heads * head_dim / width
     only = {
         "model_type": ("mamba2",),
         "hidden_act": ("silu",),
@@ -43,7 +47,7 @@ def read(settings: Settings) -> Fields:
         "use_conv_bias": (True,),
         # A file of `transformers` stores infinity in one of these forms.
         "time_step_limit": ([0.0, math.inf], [0.0, "Infinity"], [0.0, {"__float__": "Infinity"}]),
-        "expand": (sizes[0] * sizes[1] / sizes[2],) if len(sizes) == 3 else (2,),
+        "expand": (expand,),
     }
     options = {"only": only, "ignored": _IGNORED}
     _, fields = read_settings(settings, _FIELDS, {"eos_token_id": 2}, **options)

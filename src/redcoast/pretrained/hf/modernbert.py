@@ -112,7 +112,9 @@ def write(config: ModernBertConfig) -> Settings:
 def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
     """Q, K and V are in one tensor, and so are gate and up."""
     c = config
-    base = BASE_PREFIX if c.head else ""
+    base = ""
+    if c.head:
+        base = BASE_PREFIX
     layer = base + "layers.{layer}."
     table = {
         "embed": Tensor(base + "embeddings.tok_embeddings.weight", EMBED),
@@ -161,7 +163,8 @@ def _norm(c: ModernBertConfig, leaf: str, name: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: ModernBertConfig) -> dict[str, str]:
+    if config.head == "masked":
+        return {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
     if config.head:
-        tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
-        return tied if config.head == "masked" else {}
+        return {}
     return with_prefix(BASE_PREFIX, tensors(config), config.layers)

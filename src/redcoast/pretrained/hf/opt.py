@@ -54,7 +54,9 @@ def write(config: OPTConfig) -> Settings:
 def tensors(config: OPTConfig) -> dict[str, Tensor]:
     base = "model.decoder."
     positions, layer = base + "embed_positions.weight", base + "layers.{layer}."
-    biases = "qkvo" if config.bias else ""
+    biases = ""
+    if config.bias:
+        biases = "qkvo"
     table = {
         "embed": Tensor(base + "embed_tokens.weight", EMBED),
         # Two rows that are not used, and one for each position.

@@ -94,7 +94,8 @@ def write(config: Qwen3_5Config) -> Settings:
 
 
 def tensors(config: Qwen3_5Config) -> dict[str, Tensor]:
-    kinds = ["linear" if linear else "attention" for linear in config.linear]
+    kind_of = {True: "linear", False: "attention"}
+    kinds = [kind_of[linear] for linear in config.linear]
     table = llama_ends(config)
     if "linear" in kinds:
         layer = layers_with("linear", kinds)

@@ -75,10 +75,13 @@ def settle(config: ViTConfig, names: Collection[str]) -> ViTConfig:
 
 
 def tensors(config: ViTConfig) -> dict[str, Tensor]:
-    base = "vit." if config.head else ""
+    base, biases, modules = "", "o", VIT_ATTENTION
+    if config.head:
+        base = "vit."
+    if config.qkv_bias:
+        biases = "qkvo"
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
-    positions, biases = embeddings + "position_embeddings", "qkvo" if config.qkv_bias else "o"
-    modules = VIT_ATTENTION
+    positions = embeddings + "position_embeddings"
     table = {
         **patches("", embeddings + "patch_embeddings.projection"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),

@@ -67,13 +67,18 @@ def _first_replica(x: jax.Array) -> jax.Array:
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding):
         return x
-    sharded_axes: set[str | None] = set()
-    for part in sharding.spec:
-        sharded_axes.update(part if isinstance(part, tuple) else (part,))
-    # Of the axes that the array is replicated over, the first devices.
+    sharded_axes: set[str] = set()
+    for entry in sharding.spec:
+        if isinstance(entry, str):
+            sharded_axes.add(entry)
+        elif isinstance(entry, tuple):
+            sharded_axes.update(entry)
     where: list[slice] = []
     for axis in sharding.mesh.axis_names:
-        where.append(slice(None) if axis in sharded_axes else slice(1))
+        if axis in sharded_axes:
+            where.append(slice(None))
+        else:  # the array is replicated over it, and the first devices have all of it
+            where.append(slice(1))
     everywhere = np.asarray(sharding.mesh.devices)
     # The mesh keeps its axes, those that the array is replicated over with size 1.
     devices = everywhere[tuple(where)]

@@ -221,8 +221,10 @@ def _move_aside(damaged: list[Path], used: Path) -> None:
 
 def best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
     """The value of the metric `best` at each checkpoint that was evaluated."""
-    values = {}
-    for step in saved_steps(checkpoints) if checkpoints.best is not None else []:
+    values: dict[int, float] = {}
+    if checkpoints.best is None:
+        return values
+    for step in saved_steps(checkpoints):
         with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint does not count
             metrics = read_metadata(checkpoints.path / str(step))["metadata"].get("metrics", {})
             values[step] = metric_of(checkpoints, metrics)

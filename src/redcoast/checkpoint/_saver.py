@@ -126,8 +126,9 @@ class Saver:
         self._is_final = False
         self._quiet = contextlib.ExitStack()
         self._last, self._metrics = -1, {}  # the step that was saved last, and its metrics
-        # The newest step that was there before.
-        self._later = max(saved_steps(checkpoints), default=0) if is_main() else 0
+        self._later = 0  # the newest step that was there before, in process 0
+        if is_main():
+            self._later = max(saved_steps(checkpoints), default=0)
 
     def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
         """Whether the policy asks for a checkpoint at a step, given its evaluation metrics."""
@@ -231,8 +232,12 @@ class Saver:
             return
         error = pending.result()
         if not alone:
-            problem = self._together.outcome(_reason(error) if error else None)
-            error = error or (OSError(problem) if problem else None)
+            own_problem = None
+            if error is not None:
+                own_problem = _reason(error)
+            problem = self._together.outcome(own_problem)
+            if error is None and problem:
+                error = OSError(problem)
         if error is not None:
             self._fail(error)
         else:

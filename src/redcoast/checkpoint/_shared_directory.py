@@ -40,13 +40,19 @@ def check_shared(directory: Path | None) -> None:
     """
     if jax.process_count() == 1:
         return
-    agree({"the directory of the run": None if directory is None else str(directory)})
+    name_of_directory = None
+    if directory is not None:
+        name_of_directory = str(directory)
+    agree({"the directory of the run": name_of_directory})
     if directory is None:
         return
     # A new name each time, since a file of an earlier run would prove nothing.
     own = directory / f".shared-{secrets.token_hex(8)}"
     try:
-        name = decide("a file that all processes see", _create(own) if is_main() else None)
+        name = None
+        if is_main():
+            name = _create(own)
+        name = decide("a file that all processes see", name)
         # Without a file, process 0 raises an error that says why it could not be written.
         is_seen = name is None or is_main() or _wait_for(directory / name)
         seen = exchange("whether a directory is shared", [is_seen, socket.gethostname()])

@@ -336,7 +336,7 @@ def load_arrays(
     if shardings is not None:
         sharding_of = flatten_arrays(shardings, Sharding)
     expected = {_full(prefix, names): x for names, x in arrays.items()}
-    _check_keys(path, expected, document["prng_keys"], "this run" if resuming else "`like`")
+    _check_keys(path, expected, document["prng_keys"], _other_of(resuming))
     _check_match(path, expected, saved, resuming=resuming)
     if others := sharding_of.keys() - arrays.keys():
         where = several(["/".join(names) or "its root" for names in sorted(others)], 5)
@@ -552,11 +552,18 @@ def _check_keys(
             )
 
 
+def _other_of(resuming: bool) -> str:
+    """What a checkpoint is compared with, in messages."""
+    if resuming:
+        return "this run"
+    return "`like`"
+
+
 def _check_match(
     path: Path, wanted: dict[Names, ArrayLike], saved: dict[Names, Described], *, resuming: bool
 ) -> None:
     """Raises `CheckpointMismatch` if names, shapes or dtypes differ from the expected ones."""
-    differences = _differences(wanted, saved, "this run" if resuming else "`like`")
+    differences = _differences(wanted, saved, _other_of(resuming))
     if not differences:
         return
     if resuming:

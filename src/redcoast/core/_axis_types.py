@@ -38,7 +38,11 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
     """The same mesh, with Auto axes in place of Explicit ones."""
     if not is_explicit(mesh):
         return mesh
-    types = [AxisType.Auto if x is AxisType.Explicit else x for x in mesh.axis_types]
+    types: list[AxisType] = []
+    for axis_type in mesh.axis_types:
+        if axis_type is AxisType.Explicit:
+            axis_type = AxisType.Auto
+        types.append(axis_type)
     return mesh.update(axis_types=tuple(types))
 
 

@@ -272,7 +272,10 @@ def _manual(equation: JaxprEqn) -> Manual:
     for spec in (*params["in_specs"], *params["out_specs"]):
         for entry in spec:
             # The axis that a dimension is sharded over, a tuple of axes, or None.
-            axes.update((entry,) if isinstance(entry, str) else entry or ())
+            if isinstance(entry, str):
+                axes.add(entry)
+            elif entry is not None:
+                axes.update(entry)
     return Manual(params["jaxpr"], params["mesh"], frozenset(axes))
 
 

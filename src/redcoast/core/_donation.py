@@ -47,10 +47,10 @@ def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
         return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if is_deleted(x):
-            where = show_path(path)
+            array = f"array at {show_path(path)}".removesuffix(" at ")
             raise ValueError(
                 f"{what} was donated to an earlier step, and its memory holds the new state: the "
-                f"array{f' at {where}' if where else ''} can no longer be read. {advice}"
+                f"{array} can no longer be read. {advice}"
             )
 
 

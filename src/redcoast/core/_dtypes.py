@@ -108,7 +108,9 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
     """
 
     def convert(path: KeyPath, x: PyTree) -> PyTree:
-        where = show_place(path, of) if of else show_path(path)
+        where = show_path(path)
+        if of:
+            where = show_place(path, of)
         if of and isinstance(x, str | bytes):
             raise TypeError(
                 f"There is text at {where or root}, and {root} must have arrays alone. Encode text "
@@ -116,7 +118,9 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
             )
         if not isinstance(x, np.ndarray | np.generic):
             return x
-        what = f"The array at {where} of {root}" if where else root
+        what = root
+        if where:
+            what = f"The array at {where} of {root}"
         check_unmasked(x, what)
         return to_jax_dtype(np.asarray(x), what)
 

@@ -154,8 +154,12 @@ class noting:  # used like a function; a generator would take longer in each ste
             self.add_to(error)
 
     def add_to(self, error: BaseException) -> None:
-        # A loss that takes training steps itself is inside two that would say the same.
-        for text in [self._note] if isinstance(self._note, str) else self._note(error):
+        if isinstance(self._note, str):
+            notes = [self._note]
+        else:
+            notes = self._note(error)
+        for text in notes:
+            # A loss that takes training steps itself is inside two that would say the same.
             if text not in getattr(error, "__notes__", []):
                 error.add_note(text)
 

@@ -158,8 +158,11 @@ def _suggest(fn: Callable[..., object], error: TypeError, kwargs: Mapping[str, o
         names = names[1:]
     if name := failed["name"]:
         close = difflib.get_close_matches(name, names, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}."
-        remedy = remedy_for(name, names) or remedy
+        remedy = remedy_for(name, names)
+        if not remedy and close:
+            remedy = f"Did you mean `{close[0]}`?"
+        elif not remedy:
+            remedy = f"It takes {', '.join(names)}."
         error.add_note(f"`{called}` has no argument `{name}`. {remedy}")
     elif failed["missing"]:  # of a function that takes other keywords, as `generate` does
         for name in kwargs.keys() - set(names):
@@ -214,7 +217,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     errors: list[BaseException] = []
     while error is not None and error not in errors:
         errors.append(error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if error.__cause__ is not None or error.__suppress_context__:
+            error = error.__cause__
+        else:
+            error = error.__context__
     return iter(errors)
 
 

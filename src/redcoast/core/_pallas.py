@@ -95,7 +95,10 @@ def _dims(mapping: Any, of_grid: list[int]) -> list[int | None]:
         places = [dim for dim in of_grid if jaxpr.invars[dim] is index]
         # A block of one element, with its dimension or without.
         is_one = type(block).__name__ == "Squeezed" or getattr(block, "block_size", block) == 1
-        dims.append(places[0] if places and is_one and size > 1 else None)
+        if places and is_one and size > 1:
+            dims.append(places[0])
+        else:
+            dims.append(None)
     return dims
 
 

@@ -52,8 +52,9 @@ def describe_array(x: PyTree) -> str:
     dtype, shape = x.dtype, np.shape(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return f"{dtype}{list(shape)}"
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    values = np.asarray(jax.random.key_data(x) if is_key else x)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    values = np.asarray(x)
     if 0 < values.size <= _FEW and values.dtype.kind in "biufc":
         return f"{values.tolist()}:{dtype}"
     return f"{dtype}{list(shape)} with checksum {_checksum(values)}"

@@ -72,8 +72,13 @@ def split(tree: PyTree, *, numbers: bool = False) -> tuple[Arrays, Static]:
     if numbers:
         kinds = NUMBERS
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
-    constants = [None if isinstance(leaf, kinds) else leaf for leaf in leaves]
+    arrays: Arrays = []
+    constants: list[PyTree] = []
+    for leaf in leaves:
+        if isinstance(leaf, kinds):
+            arrays.append(leaf)
+            leaf = None
+        constants.append(leaf)
     return arrays, Static(structure, tuple(constants))
 
 

@@ -34,8 +34,11 @@ def target() -> Target:
 
 
 def target_of(device: Any) -> Target:
-    capability = getattr(device, "compute_capability", "").partition(".")[0]
-    return Target(device.platform, int(capability) if capability.isdecimal() else 0)
+    capability = 0
+    digits = getattr(device, "compute_capability", "").partition(".")[0]
+    if digits.isdecimal():
+        capability = int(digits)
+    return Target(device.platform, capability)
 
 
 @contextmanager

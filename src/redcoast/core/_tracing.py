@@ -9,7 +9,7 @@ ambient mesh, and only if that fails with one.
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -48,7 +48,9 @@ def sizes_of_axes() -> Mapping[str, int]:
     It is for programs around a loss, such as optimizers, which are traced for each mesh.
     """
     mesh = traced_mesh()
-    return {} if mesh is None else mesh.shape
+    if mesh is None:
+        return {}
+    return mesh.shape
 
 
 def traced_mesh() -> Mesh | AbstractMesh | None:
@@ -56,7 +58,9 @@ def traced_mesh() -> Mesh | AbstractMesh | None:
     mesh = _mesh.value
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
+    if mesh.empty:
+        return None
+    return mesh
 
 
 @contextmanager
@@ -114,10 +118,10 @@ def traced_over(mesh: Mesh | AbstractMesh, *, ambient: bool = False) -> Iterator
     raise an error.
     """
     mesh = with_auto_axes(mesh)
-    on = compiling_for(target_of(mesh.devices.flat[0])) if isinstance(mesh, Mesh) else nullcontext()
     here = jax.sharding.get_abstract_mesh()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(on)
+        if isinstance(mesh, Mesh):
+            stack.enter_context(compiling_for(target_of(mesh.devices.flat[0])))
         stack.enter_context(_mesh(mesh))
         stack.enter_context(_resolving_specs(mesh))
         # Inside `jax.shard_map`, it is the same mesh with some manual axes.

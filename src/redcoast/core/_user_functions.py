@@ -64,22 +64,24 @@ def describe(tree: PyTree, of: str = "") -> str:
 
 
 def calling(
-    name: str, given: Mapping[str, PyTree], *, where: str | Callable[[], str] = ""
+    name: str, arguments: Mapping[str, PyTree], *, where: str | Callable[[], str] = ""
 ) -> noting:
     """Adds notes to an error of a function: its name, its arguments, and a remedy.
 
     - `name`: the name of the function, one of those in `_CALLS`.
-    - `given`: the arguments that the note describes, by the names that it uses for them.
+    - `arguments`: those that the note describes, by the names that it uses for them.
     - `where`: the rest of the first note, or a function that returns it.
     """
 
     def notes(error: BaseException) -> list[str]:
         sentences: list[str] = []
         with contextlib.suppress(Exception):  # nothing may hide the error itself
-            for what, tree in given.items():
+            for what, tree in arguments.items():
                 sentences.append(_sentence(what, tree))
-            sentences += _hints(error, name, given.get("batch"))
-        rest = where if isinstance(where, str) else where()
+            sentences += _hints(error, name, arguments.get("batch"))
+        rest = where
+        if not isinstance(rest, str):
+            rest = rest()
         notes: list[str] = [RaisedBy(name, rest)]
         if sentences:
             notes.append(LastNote("\n".join(sentences)))
@@ -90,7 +92,10 @@ def calling(
 
 def _sentence(what: str, x: PyTree) -> str:
     if what not in ("examples", "outputs"):
-        return f"The {what} {'are' if what.endswith('s') else 'is'} {describe(x, what)}."
+        verb = "is"
+        if what.endswith("s"):
+            verb = "are"
+        return f"The {what} {verb} {describe(x, what)}."
     of_one = what.removesuffix("s")
     described = (describe(each, of_one) for each in itertools.islice(x, MOST))
     first, *others = dict.fromkeys(described) or ["missing"]
@@ -176,9 +181,10 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
 
 def _channels_first(layers: list[dict[str, PyTree]]) -> list[str]:
     """A hint for a convolution whose input has its channels elsewhere, or none."""
-    names = layers[-1] if layers else {}
-    layer = names.get("self")
-    x: PyTree = names.get("x")
+    if not layers:
+        return []
+    layer = layers[-1].get("self")
+    x: PyTree = layers[-1].get("x")
     if not isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) or not eqx.is_array(x):
         return []
     assert x is not None
@@ -239,7 +245,10 @@ def _known_words(text: str, name: str) -> str:
 def _inputs_of(batch: PyTree) -> str:
     """An example of how a function refers to an array of the batch."""
     if isinstance(batch, Mapping) and batch:
-        return f"batch[{'x' if 'x' in batch else next(iter(batch))!r}]".replace("'", '"')
+        key = next(iter(batch))
+        if "x" in batch:
+            key = "x"
+        return f"batch[{key!r}]".replace("'", '"')
     if isinstance(batch, tuple | list):
         return "batch[0]"
     return "batch"

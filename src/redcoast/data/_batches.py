@@ -103,7 +103,9 @@ class Batches:
             self._examples = read_source(examples, epochs=epochs)
         self.is_split = self._parts > 1  # whether each process reads its own examples
         self.length: int | None = getattr(self._examples, "length", None)
-        self.batch_size: int = self._own_rows() if batch_size is None else batch_size
+        if batch_size is None:
+            batch_size = self._own_rows()
+        self.batch_size: int = batch_size
         self._state: dict[str, PyTree] = {}
         self._loading: Iterator[tuple[Loaded, Loaded | None, bool]] | None = None
         self._closing = contextlib.ExitStack()
@@ -196,10 +198,14 @@ class Batches:
             (item,) = self._examples.peek(1)
             batch = collate_own(self.collate_fn, item, 0)  # all rows, unlike `peek`
             rows = count_rows(batch)
-            chosen = np.array([i % rows for i in indices])
-            return jax.tree.map(
-                lambda x: x if is_per_batch(x) else x[chosen], batch, is_leaf=is_per_batch
-            )
+            own_rows = np.array(indices) % rows
+
+            def take_rows(x: PyTree) -> PyTree:
+                if is_per_batch(x):
+                    return x
+                return x[own_rows]
+
+            return jax.tree.map(take_rows, batch, is_leaf=is_per_batch)
         assert self.collate_fn is not None
         # Any seed, so that each call returns the same.
         seed = np.zeros(2, np.uint64)
@@ -304,7 +310,10 @@ class Batches:
         """
         step, length = state["step"], self.length
         # For states without a position, such as `{"step": n}`.
-        guess = _position(step, self.batch_size, length if self.given_epochs else None)
+        of_epoch = None
+        if self.given_epochs:
+            of_epoch = length
+        guess = _position(step, self.batch_size, of_epoch)
         before = state.get("length", length)
         if (before is None) != (length is None):
             now, then = "examples with an index", "a stream"
@@ -396,8 +405,11 @@ class Batches:
         if self._stream_is_ahead:
             self._examples.set_state(decode_stream_state(self._state["stream"]))
         self._stream_is_ahead = length is None
+        batch_size = self.batch_size
+        if self.makes_batches:
+            batch_size = None
         options: Any = {
-            "batch_size": None if self.makes_batches else self.batch_size,
+            "batch_size": batch_size,
             "seed": self._seed(),
             "start": self._state["position"],
             "stop": self._end()[1],
@@ -422,8 +434,9 @@ class Batches:
         step, position = self.step, self._state["position"]
         if self._steps is not None:
             # Of batches that the source makes, the numbers of examples are not known before.
-            left = (self._steps - step) * self.batch_size
-            return self._steps, None if self.makes_batches else position + left
+            if self.makes_batches:
+                return self._steps, None
+            return self._steps, position + (self._steps - step) * self.batch_size
         if self.given_epochs is None or self.length is None:
             return None, None
         left = max(0, self.given_epochs * self.length - position)

@@ -114,8 +114,11 @@ def _owned(leaves: list[PyTree]) -> tuple[list[PyTree], bool]:
     """The arrays that a user's function returned, copied if it may write into them again, and
     whether any was copied."""
     shared = held_elsewhere(leaves)
-    pairs = zip(leaves, shared, strict=True)
-    return [copied(x) if is_shared else x for x, is_shared in pairs], any(shared)
+    owned = list(leaves)
+    for i, is_shared in enumerate(shared):
+        if is_shared:
+            owned[i] = copied(leaves[i])
+    return owned, any(shared)
 
 
 def _call(collate_fn: CollateFn, examples: Examples, indices: list[int], rngs: Rngs) -> PyTree:
@@ -177,7 +180,13 @@ def foreign_to_numpy(tree: PyTree) -> PyTree:
 
     if not any(map(is_foreign, jax.tree.leaves(tree))):
         return tree
-    return jax.tree.map(lambda x: np.asarray(x) if is_foreign(x) else x, tree)
+
+    def to_numpy(x: PyTree) -> PyTree:
+        if is_foreign(x):
+            return np.asarray(x)
+        return x
+
+    return jax.tree.map(to_numpy, tree)
 
 
 def count_rows(arrays: PyTree) -> int:
@@ -202,7 +211,9 @@ def _check_batch(arrays: PyTree, what: str) -> None:
             where = f"{what} at {show_place(path, 'batch')}"
         for leaf in jax.tree.leaves(part):
             if not _is_numeric(leaf):
-                kind = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
+                kind = type(leaf).__name__
+                if isinstance(leaf, np.ndarray):
+                    kind = leaf.dtype
                 raise TypeError(f"{where} is of type {kind}. {advice}")
         # Its arrays may have any first dimension.
         if is_per_batch(part):
@@ -308,15 +319,16 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
         if first is None:
             first, of_first = structure, describe_batch(batch.arrays)
         if structure != first:
-            alone = "keys, dtypes and numbers of dimensions."
-            together = (
-                "keys, dtypes and shapes, because each process collates only its own rows. Pad all "
-                "rows to one length."
-            )
+            what = "keys, dtypes and numbers of dimensions."
+            if jax.process_count() > 1:
+                what = (
+                    "keys, dtypes and shapes, because each process collates only its own rows. Pad "
+                    "all rows to one length."
+                )
             raise ValueError(
                 "`collate_fn` returned batches of different structure. The first had "
                 f"{of_first}; another had {describe_batch(batch.arrays)}. Every batch must have "
-                "the same " + (alone if jax.process_count() == 1 else together)
+                f"the same {what}"
             )
         yield batch
 
@@ -324,9 +336,10 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
 def _structure(arrays: PyTree) -> tuple[PyTree, list[tuple[object, int | tuple[int, ...]]]]:
     """Returns the properties that must be the same for all batches of a run."""
     leaves, structure = jax.tree.flatten(arrays)
+    if jax.process_count() == 1:
+        return structure, [(x.dtype, x.ndim) for x in leaves]
     # Several processes run one program, for which their shapes must be the same.
-    alone = jax.process_count() == 1
-    return structure, [(x.dtype, x.ndim if alone else x.shape[1:]) for x in leaves]
+    return structure, [(x.dtype, x.shape[1:]) for x in leaves]
 
 
 def describe_batch(arrays: PyTree) -> str:

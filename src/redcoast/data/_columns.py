@@ -9,8 +9,12 @@ class Columns:
     """The examples of arrays with equal first dimensions; example i is the tuple of rows i."""
 
     def __init__(self, arrays: tuple[PyTree, ...]):
-        # Rows of an array of JAX would each be a computation.
-        self._arrays = [np.asarray(x) if isinstance(x, jax.Array) else x for x in arrays]
+        self._arrays: list[PyTree] = []
+        for x in arrays:
+            # Rows of an array of JAX would each be a computation.
+            if isinstance(x, jax.Array):
+                x = np.asarray(x)
+            self._arrays.append(x)
 
     def __len__(self) -> int:
         return len(self._arrays[0])

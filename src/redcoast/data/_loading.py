@@ -122,7 +122,9 @@ class Collating:
         the form of one before."""
         assert self._collate_fn is not None
         try:
-            own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
+            own = list(range(rows))
+            if not self._whole:
+                own = own_rows(self._mesh, rows)
             examples, indices, rngs = read(own)
             batch, is_alike = collate_alike(
                 self._collate_fn, examples, indices, rngs, self._in_turn, self._form
@@ -247,11 +249,11 @@ def stream_batches(
     def read() -> Iterator[_Read]:
         position = start
         while stop is None or position < stop:
-            wanted = batch_size or 1
+            rows = batch_size or 1
             if stop is not None:
-                wanted = min(wanted, stop - position)
-            examples = reader(wanted // parts)
-            if parts > 1 and len(examples) < wanted // parts:
+                rows = min(rows, stop - position)
+            examples = reader(rows // parts)
+            if parts > 1 and len(examples) < rows // parts:
                 raise ValueError(
                     "The part of `examples` that this process reads has ended before the last "
                     "step. Return an iterable to `split_by_host`, which can be read again."
@@ -277,12 +279,17 @@ def stream_batches(
             # Of a stream, an index is the position of an example.
             indices = [position - rows + i for i in own]
             rngs = lambda: example_generators([0] * len(own), indices, seed)
-            return examples if parts > 1 else [examples[i] for i in own], indices, rngs
+            own_examples = examples
+            if parts == 1:
+                own_examples = [examples[i] for i in own]
+            return own_examples, indices, rngs
 
         return collating(rows, position, of_rows, state)._replace(epoch=epoch)
 
     batches = prefetch(make, read(), **threads._asdict())
-    return check_alike(batches if batch_size is not None else with_positions(batches, start))
+    if batch_size is None:
+        batches = with_positions(batches, start)
+    return check_alike(batches)
 
 
 class _Read(NamedTuple):

@@ -72,6 +72,10 @@ def has_per_batch(batch: PyTree) -> bool:
 
 def without_marks(batch: PyTree) -> PyTree:
     """Returns the batch without marks, as the user's functions receive it."""
-    return jax.tree.map(
-        lambda x: x.arrays if isinstance(x, PerBatch) else x, batch, is_leaf=is_per_batch
-    )
+
+    def unmark(x: PyTree) -> PyTree:
+        if isinstance(x, PerBatch):
+            return x.arrays
+        return x
+
+    return jax.tree.map(unmark, batch, is_leaf=is_per_batch)

@@ -169,21 +169,25 @@ def _rows_of(examples: PyTree, name: str) -> PyTree:
 
 
 def _read_function(make: Callable[..., PyTree], epochs: int | None, name: str) -> Epochs | Stream:
-    takes_epoch = _takes_argument(make)
-    call = make
-    if not takes_epoch:
-        call = lambda epoch: make()
+    call, shown_call = make, f"{name}(0)"
+    if not _takes_argument(make):
+        call, shown_call = (lambda epoch: make()), f"{name}()"
     first = call(0)
     _refuse_columns(first, f"{name}(0)")
     if is_indexed(first) and not is_iterator(first):
         return _EpochsOfFunction(call, first, name, epochs)
     if not hasattr(first, "__iter__"):
         raise TypeError(
-            f"`{name}({0 if takes_epoch else ''})` is of type {type(first).__name__}. It must be "
-            "an iterable over examples, or have a length and an index."
+            f"`{shown_call}` is of type {type(first).__name__}. It must be an iterable over "
+            "examples, or have a length and an index."
         )
     unread = {0: first}  # the function may take long
-    begin = lambda epoch: unread.pop(epoch) if epoch in unread else call(epoch)
+
+    def begin(epoch: int) -> PyTree:
+        if epoch in unread:
+            return unread.pop(epoch)
+        return call(epoch)
+
     return RepeatedStream(begin, epochs=epochs, name=name)
 
 
@@ -248,8 +252,10 @@ def _index_works(examples: PyTree) -> bool:
 
 def _refuse_columns(examples: object, name: str) -> None:
     """Raises `TypeError` if the items of examples are columns or letters, or have no order."""
-    what = "path" if isinstance(examples, os.PathLike) else "string"
     if isinstance(examples, str | bytes | os.PathLike):
+        what = "string"
+        if isinstance(examples, os.PathLike):
+            what = "path"
         raise TypeError(
             f"`{name}` is a {what}, {short_repr(examples)}. Pass examples, such as those of a "
             "dataset that was read from it."
@@ -431,10 +437,11 @@ class StreamReader:
         return examples
 
     def _read(self, count: int) -> list[PyTree]:
-        read = zip(range(count), self._stream, strict=False)
         examples: list[PyTree] = []
-        for i, example in read:
+        for i, example in zip(range(count), self._stream, strict=False):
             if i == 0:
                 self.epoch = self._stream.epoch
-            examples.append(copied(example) if self._copies else example)
+            if self._copies:
+                example = copied(example)
+            examples.append(example)
         return examples

@@ -56,7 +56,7 @@ def _are_alike(examples: list[PyTree]) -> bool:
 def _of_batches(flat: list[tuple[list[PyTree], object]]) -> str:
     """What to pass if each example may be a batch: if its arrays have equal numbers of rows."""
     for leaves, _ in flat:
-        rows = {x.shape[:1] if hasattr(x, "shape") else () for x in leaves}
+        rows = {getattr(x, "shape", ())[:1] for x in leaves}
         if len(leaves) < 2 or len(rows) > 1 or () in rows:
             return ""
     return f" {ITEMS_ARE_BATCHES}"

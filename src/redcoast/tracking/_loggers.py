@@ -140,7 +140,9 @@ def plain_data(value: object) -> Any:
 
 def plain_config(config: object) -> dict[str, Any]:
     """The `config` that a user passes to a logger, as a dictionary. Raises if it cannot be one."""
-    plain = plain_data({} if config is None else config)
+    if config is None:
+        return {}
+    plain = plain_data(config)
     if not isinstance(plain, dict):
         raise TypeError(
             f"`config` is of type {type(config).__name__}; pass a mapping or a dataclass instance."
@@ -176,7 +178,9 @@ class _ConsoleLogger:
             return monotonic() >= self._next
         if self._steps is not None:
             return step % self._steps == 0
-        return is_logged(step, None if run is None else run.steps)
+        if run is None:
+            return is_logged(step, None)
+        return is_logged(step, run.steps)
 
     def close(self) -> None:
         if self._pending is not None:

@@ -404,16 +404,21 @@ class MetricsReader:
         skipped = bool(values.get("skipped", 0.0))
         # float16 may have overflowed, in which case a smaller loss scale helps.
         overflow = skipped and values.get("loss_scale", LEAST_LOSS_SCALE) > LEAST_LOSS_SCALE
-        self._skipped = self._skipped + 1 if skipped and not overflow else 0
         self._read_steps += 1
-        self._skipped_steps += skipped and not overflow
+        if skipped and not overflow:
+            self._skipped += 1
+            self._skipped_steps += 1
+        else:
+            self._skipped = 0
         self._trained |= not skipped
         rates: Mapping[str, float] = {}
         if self._wants_rates:
             rates = self._rates(step, values, at, end)
         self._write(values, step, rates)
         if skipped:
-            more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
+            more = ""
+            if overflow:
+                more = f" The loss scale {values['loss_scale']:g} is halved."
             # Of the first skipped step only, unless it is step 1, which `_check` explains.
             if inspect and not overflow and self._skipped_steps == 1 and step > 1:
                 more = f" {inspect()}"

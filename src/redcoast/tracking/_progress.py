@@ -95,7 +95,9 @@ class ProgressLogger:
             layout = "step {n_fmt}{postfix}"
             if total is not None:
                 layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
-            colour = "green" if has_colours(self._file) else None
+            colour = None
+            if has_colours(self._file):
+                colour = "green"
             options = {"total": total, "initial": start, "colour": colour}
             self._bar = _bar(self._file, layout, postfix="compiling", **options)
         if self._bar is not None:
@@ -217,16 +219,22 @@ class ProgressLogger:
         details = []
         if self._steps_per_epoch:
             epoch = self._step / self._steps_per_epoch
-            digits = ".1f" if epoch >= 0.1 else ".1g"
-            details.append(f"epoch {epoch:{digits}}")
+            if epoch >= 0.1:
+                details.append(f"epoch {epoch:.1f}")
+            else:
+                details.append(f"epoch {epoch:.1g}")
         if "loss" in self._metrics:
             details.append(f"loss {float(self._metrics['loss']):.4g}")
         seconds = last.seconds - first.seconds
         if seconds > 0 and last.step > first.step:
             rate = (last.done - first.done) / seconds
-            unit = "tokens" if "weight" in self._metrics else "examples"
-            digits = ",.0f" if rate >= 100 else ".3g"
-            details.append(f"{rate:{digits}} {unit}/s")
+            unit = "examples"
+            if "weight" in self._metrics:
+                unit = "tokens"
+            if rate >= 100:
+                details.append(f"{rate:,.0f} {unit}/s")
+            else:
+                details.append(f"{rate:.3g} {unit}/s")
             if self._total is not None:
                 left = (self._total - last.step) * seconds / (last.step - first.step)
                 details.append(f"{_clock(left)} left")

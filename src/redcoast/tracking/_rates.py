@@ -38,7 +38,11 @@ class Rates:
         `at` is the time at which the step was dispatched, by default now, and `end` the last of the
         steps that were dispatched together with it.
         """
-        self._measure(step if end is None else end, self.now() if at is None else at)
+        if at is None:
+            at = self.now()
+        if end is None:
+            end = step
+        self._measure(end, at)
         rows, examples = self._config.get("batch_size"), self._config.get("examples")
         rates: dict[str, float] = {}
         if rows and examples:

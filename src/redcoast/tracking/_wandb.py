@@ -277,7 +277,9 @@ def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
 
 
 def _plain_cell(value: object) -> str | int | float:
-    return value if isinstance(value, str | int | float) else str(value)
+    if isinstance(value, str | int | float):
+        return value
+    return str(value)
 
 
 def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
@@ -295,9 +297,9 @@ def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
     _keep_id(run.directory, {"id": session.id, "project": session.project})
 
 
-def _keep_id(directory: Path, kept: dict[str, str]) -> None:
+def _keep_id(directory: Path, run_id: dict[str, str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "wandb.json").write_text(json.dumps(kept) + "\n")
+    (directory / "wandb.json").write_text(json.dumps(run_id) + "\n")
 
 
 def _init_arguments(

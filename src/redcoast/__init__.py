@@ -74,8 +74,8 @@ from .train._prepare import prepare as prepare
 from .train._schedule import learning_rate_schedule as learning_rate_schedule
 from .train._shampoo import shampoo as shampoo
 from .train._soap import soap as soap
-from .train._step import TrainState as TrainState
-from .train._step import init_state as init_state
+from .train._state import TrainState as TrainState
+from .train._state import init_state as init_state
 from .train._step import train_step as train_step
 from .train._step import train_steps as train_steps
 from .train._weight_average import moving_average as moving_average

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from redcoast.sharding import plan_shardings
-from redcoast.train._step import TrainState
+from redcoast.train._state import TrainState
 
 AXES = ("data", "fsdp", "model")
 

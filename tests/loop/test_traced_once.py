@@ -12,7 +12,7 @@ from problem import collate_fn, fit_quietly, make_examples, make_model
 from problem import loss_fn as plain_loss
 
 import redcoast as rc
-from redcoast.train._training import traced_once
+from redcoast.train._traced_loss import traced_once
 
 EXAMPLES = make_examples(48)
 OPTIMIZER = optax.adam(1e-2)

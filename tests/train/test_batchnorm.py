@@ -113,7 +113,7 @@ def without_model(model, batch, key):
 
 
 def trained(init, loss, **options):
-    """The state after a step of `fit`, and the warnings."""
+    """The state after a step of `fit`, and the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         state = rc.fit(
@@ -127,7 +127,8 @@ def trained(init, loss, **options):
             log=False,
             **options,
         )
-    return state, [str(warning.message) for warning in caught]
+    # Python shows a warning once for each line, but the checks of annotations make it forget.
+    return state, list(dict.fromkeys(str(warning.message) for warning in caught))
 
 
 def frozen(key):

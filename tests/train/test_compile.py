@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from problem import arrays, batch_of, loss_fn, make_model
 
 import redcoast as rc
-from redcoast.distributed._emulation import Overdue
-from redcoast.train._flat_function import call_watched
+from redcoast.distributed._emulation import Overdue, call_watched
 
 KEY = jax.random.key(0)
 OPTIMIZER = optax.adam(1e-2)

@@ -11,7 +11,7 @@ import pytest
 
 import redcoast as rc
 from redcoast.train._lookups import find_lookups
-from redcoast.train._loss import TracedLoss
+from redcoast.train._loss import ExaminedLoss
 
 ONE = rc.make_mesh(devices=jax.devices()[:1])
 TABLE = jnp.ones((10, 3))
@@ -41,7 +41,7 @@ NONE = {
 
 def lookups(loss):
     batch = {"ids": IDS, "x": np.ones(2, np.float32)}
-    found = find_lookups(TracedLoss(loss, TABLE, batch, ONE, None), training=True)
+    found = find_lookups(ExaminedLoss(loss, TABLE, batch, ONE, None), training=True)
     return found.axes, found.extremes(jax.tree.leaves(batch))
 
 

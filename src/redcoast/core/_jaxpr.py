@@ -16,7 +16,15 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import PyTree
 
-from ._control_flow import AnyJaxpr, Atom, inner_jaxprs, open_jaxpr
+from ._control_flow import (
+    AnyJaxpr,
+    Atom,
+    Call,
+    consts_of,
+    control_flow,
+    inner_jaxprs,
+    open_jaxpr,
+)
 from ._frames import own_or_model_frame
 
 T = TypeVar("T")
@@ -127,7 +135,12 @@ def evaluate_equations(
     last: dict[int, list[Var]] = {}
     for var in indices.keys() - set(variables(outvars)):
         last.setdefault(indices[var], []).append(var)
-    read = lambda atom: read_literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    def read(atom: Atom) -> T:
+        if isinstance(atom, Literal):
+            return read_literal(atom)
+        return env[atom]
+
     for index, equation in enumerate(equations):
         operands = [read(atom) for atom in equation.invars]
         with at_line_of(equation):
@@ -136,6 +149,28 @@ def evaluate_equations(
         for var in last.get(index, ()):
             del env[var]
     return [read(atom) for atom in outvars]
+
+
+def initial_env(program: AnyJaxpr, inputs: Sequence[PyTree]) -> dict[Var, PyTree]:
+    """The values of the constants and inputs of a program, by variable."""
+    jaxpr = open_jaxpr(program)
+    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    return env
+
+
+def evaluate_inlined(
+    program: AnyJaxpr, inputs: Sequence[PyTree], is_inlined: Callable[[Call], bool]
+) -> list[PyTree]:
+    """Evaluates a program with the equations of some calls in place of the calls."""
+
+    def handle(_: int, equation: JaxprEqn, operands: list[PyTree]) -> list[PyTree]:
+        call = control_flow(equation)
+        if isinstance(call, Call) and is_inlined(call):
+            return evaluate_inlined(call.jaxpr, operands, is_inlined)
+        return bind_again(equation, operands)
+
+    return evaluate_jaxpr(open_jaxpr(program), initial_env(program, inputs), handle)
 
 
 def at_line_of(equation: JaxprEqn) -> AbstractContextManager[None]:

@@ -12,13 +12,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ._private_jax import has_chosen_devices
 
+T = TypeVar("T")
 logger = logging.getLogger("redcoast")
 
 THREADS = 4  # for each device
@@ -147,3 +149,24 @@ def overdue_on(mesh: Mesh) -> Overdue | None:
     if on_cpu and _local_cpu_devices() > 1 and mesh.size > 1:
         return _overdue
     return None
+
+
+def call_watched(overdue: Overdue | None, run: Callable[..., T], *args: object) -> T:
+    """Calls a jitted function while emulated devices are watched."""
+    if overdue is None:
+        return run(*args)
+    # Emulated devices share the cores of one machine, on which a collective may starve.
+    overdue.begin()
+    last = None
+    try:
+        out = run(*args)
+        # The last output of a step is a metric. The arrays of the state will be donated.
+        last = next(filter(_is_plain, reversed(jax.tree.leaves(out))), None)
+        return out
+    finally:
+        overdue.end(last)
+
+
+def _is_plain(x: object) -> bool:
+    """Whether this is an array that says whether it is ready, as a typed key does not."""
+    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -27,7 +27,7 @@ from ..train._compile import compile_step
 from ..train._compiler_options import Option
 from ..train._loss import LossFn
 from ..train._plan_step import plan_training
-from ..train._step import TrainState, init_state, is_model
+from ..train._state import TrainState, init_state, is_model
 from ..train._training import Training, make_training
 from ._phases import enter_phase
 

@@ -36,7 +36,7 @@ from ..tracking._loggers import all_loggers, takes_state
 from ..tracking._metrics import Log, PackedMetrics, StackedMetrics
 from ..train._compile import CompiledStep
 from ..train._last_state import FlatState, as_tree
-from ..train._step import TrainState
+from ..train._state import TrainState
 from ..train._training import Training
 
 ARRAYS_OF_BATCH = (np.ndarray, jax.Array)

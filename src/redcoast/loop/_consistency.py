@@ -17,7 +17,7 @@ from ..sharding import Plan
 from ..tracking._loggers import code_version
 from ..train._compile import CompiledStep
 from ..train._start import is_init_fn
-from ..train._step import TrainState
+from ..train._state import TrainState
 from ._first_examples import first_examples, first_training_examples
 from ._run_settings import RunSettings
 

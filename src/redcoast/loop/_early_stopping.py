@@ -167,7 +167,9 @@ class BestSoFar:
         """
         if saved is not None:
             self.step, self.since = saved["step"], saved["since"]
-            self.value = math.nan if saved["value"] is None else saved["value"]
+            self.value = saved["value"]
+        if self.value is None:  # JSON has no NaN
+            self.value = math.nan
             return
         # A run that began without early stopping has its metrics in the checkpoints alone.
         values = {}
@@ -205,7 +207,9 @@ class BestSoFar:
         after = f"after step {step:,}"
         if self.step is None:
             return f"Training ended {after}: {name} was NaN in every evaluation."
-        ended = f"Training stopped early {after}" if self.is_over else f"Training ended {after}"
+        ended = f"Training ended {after}"
+        if self.is_over:
+            ended = f"Training stopped early {after}"
         evaluations = f"{count} evaluation{'s' * (count != 1)}"
         return (
             f"{ended}: {name} was best at step {self.step:,}, {self.value:.4g}, {evaluations} "

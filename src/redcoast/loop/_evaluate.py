@@ -44,10 +44,10 @@ from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
 from ..train._compiled_call import CompiledCall
 from ..train._coupled import warn_if_not_mean
-from ..train._loss import LossFn, TracedLoss, evaluate_loss
+from ..train._loss import ExaminedLoss, LossFn, evaluate_loss
 from ..train._precision import ComputeDtype, as_compute_dtype
 from ..train._predict import PredictFn, predict
-from ..train._step import TrainState
+from ..train._state import TrainState
 from ._first_examples import first_examples
 from ._stop import refuse_after_signal
 
@@ -305,7 +305,7 @@ def _check_coupling(
     first = _first(batches)
     if first.per_batch:  # nodes depend on each other, and graphs need not
         return _and_rest(first, batches)
-    loss = TracedLoss(loss_fn, model, first.arrays, plan.mesh, compute_dtype)
+    loss = ExaminedLoss(loss_fn, model, first.arrays, plan.mesh, compute_dtype)
     # Nothing is planned for one device.
     warn_if_not_mean(loss, first.rows, plan.report.program_or_none)
     return _and_rest(first, batches)
@@ -456,16 +456,18 @@ def run_prediction(
     # The other processes only take part in the computation.
     reads = gather != "first" or is_main()
     # In one process, all rows are its own, and predictions may have any sharding.
-    apart = gather == "none" and jax.process_count() > 1
+    reads_own_part = gather == "none" and jax.process_count() > 1
     read = jax.device_get
-    if apart:
+    if reads_own_part:
         read = _own_part
     with contextlib.closing(_one_behind(prediction, model, batches, key)) as results:
         for rows, predictions in results:
             # The examples whose predictions this process reads.
-            own = own_rows(prediction.mesh, rows) if gather == "none" else list(range(rows))
+            own = list(range(rows))
+            if gather == "none":
+                own = own_rows(prediction.mesh, rows)
             with noting(f"Raised for the examples with indices {begin} to {begin + rows - 1}."):
-                if apart:
+                if reads_own_part:
                     _check_rows(predictions, rows, "With several processes and `gather='none'`")
                 outputs = []
                 if reads:

@@ -37,7 +37,7 @@ from ..distributed._mesh import batch_shards
 from ..sharding import Plan, with_auto_plan
 from ..train._compiled_call import CompiledCall
 from ..train._coupled import warn_if_not_mean
-from ..train._loss import LossFn, TracedLoss
+from ..train._loss import ExaminedLoss, LossFn
 from ..train._precision import ComputeDtype, as_compute_dtype
 from ..train._predict import PredictFn
 from ..train._training import Training
@@ -183,7 +183,7 @@ class CompiledEvaluation:
     def explain_nan(self, model: PyTree) -> None:
         """Warns about labels that are out of range, after the loss was NaN."""
         if self.evaluation.loss_fn is not None:
-            loss = TracedLoss(self.evaluation.loss_fn, model, None, self.mesh, self.compute_dtype)
+            loss = ExaminedLoss(self.evaluation.loss_fn, model, None, self.mesh, self.compute_dtype)
             with contextlib.closing(self._batches()) as batches:
                 warn_of_labels(loss, batches)
 
@@ -324,7 +324,7 @@ def check_mean(
     # Another `collate_fn` makes other batches; nodes of graphs depend on each other, graphs do not.
     if evaluation.collate_fn is data.collate_fn and not data.per_batch:
         loss_fn = evaluation.loss_fn
-        loss = TracedLoss(loss_fn, model, data.spec, plan.mesh, training.compute_dtype)
+        loss = ExaminedLoss(loss_fn, model, data.spec, plan.mesh, training.compute_dtype)
         # The training has warned of its own loss already.
         warn_if_not_mean(loss, size, of_loss=loss_fn is not training.loss_fn)
 

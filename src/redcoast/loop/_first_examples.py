@@ -77,7 +77,9 @@ def _first_batch(
 def _rows_of_a_device(batch_size: int, mesh: Mesh) -> int:
     """As many examples as `collate_fn` is called with for one device, up to a limit."""
     shards = batch_shards(mesh)
-    return min(_MOST, batch_size if batch_size % shards else batch_size // shards)
+    if batch_size % shards == 0:
+        batch_size //= shards
+    return min(_MOST, batch_size)
 
 
 def _chosen(rows: int, length: int | None) -> list[list[int]]:

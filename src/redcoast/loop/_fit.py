@@ -23,11 +23,10 @@ from ..distributed._heartbeat import watching
 from ..sharding import Plan
 from ..tracking._metrics import Log, metrics_reader
 from ..train._loss import LossFn
-from ..train._microbatches import by_microbatches
-from ..train._plan_step import verify_step
+from ..train._plan_checks import verify_step
 from ..train._start import starting_state
-from ..train._step import TrainState
-from ..train._training import make_training
+from ..train._state import TrainState
+from ..train._training import by_microbatches, make_training
 from ._calls import plan_calls
 from ._consistency import check_agreement
 from ._early_stopping import EarlyStopping, best_so_far, complete_early_stopping, reason_of_end

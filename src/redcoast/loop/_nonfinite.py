@@ -29,9 +29,10 @@ from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES
 from ..train._compiled_call import CompiledCall
 from ..train._lookups import Lookup, find_lookups
-from ..train._loss import TracedLoss
-from ..train._microbatches import microbatches
-from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
+from ..train._loss import ExaminedLoss
+from ..train._microbatches import loss_and_grads, loss_of_params, microbatches
+from ..train._state import TrainState
+from ..train._step import global_norm
 from ..train._training import Training
 from ._calls import StepTaken
 
@@ -307,7 +308,7 @@ def warn_of_clamped_indices(
         return  # without tracing the loss
     indices, _ = data.examples_of(batch)
     dtype = training.compute_dtype
-    loss = TracedLoss(training.loss_fn, state.model, batch.arrays, data.mesh, dtype)
+    loss = ExaminedLoss(training.loss_fn, state.model, batch.arrays, data.mesh, dtype)
     if sentence := _first_beyond(loss, batch, indices, training=True):
         warn(
             f"{sentence} JAX reads the last element instead, without an error. If they are masked, "
@@ -335,7 +336,7 @@ def _largest(arrays: list[jax.Array]) -> list[jax.Array]:
     return list(map(jnp.max, arrays))
 
 
-def warn_of_labels(loss: TracedLoss, batches: Iterable[Loaded]) -> None:
+def warn_of_labels(loss: ExaminedLoss, batches: Iterable[Loaded]) -> None:
     """Warns about an index that is out of range in the batches of an evaluation."""
     for batch in batches:
         indices = list(range(batch.position - batch.rows, batch.position))
@@ -346,7 +347,7 @@ def warn_of_labels(loss: TracedLoss, batches: Iterable[Loaded]) -> None:
 
 
 def _first_beyond(
-    loss: TracedLoss, batch: Batch | Loaded, indices: list[int], *, training: bool
+    loss: ExaminedLoss, batch: Batch | Loaded, indices: list[int], *, training: bool
 ) -> str | None:
     """Sentences about the first index that is out of range; `None` if none is found.
 

@@ -20,7 +20,7 @@ from ..tracking._metrics import Log
 from ..tracking._terminal import show_directory
 from ..train._compiler_options import show_options
 from ..train._precision import ComputeDtype
-from ..train._step import TrainState
+from ..train._state import TrainState
 from ..train._training import Training
 from ._evaluation import Evaluation
 
@@ -119,7 +119,9 @@ class Printer:
         # Of a source of unknown length, nobody can say that steps are missing.
         stopped = steps is not None and step < steps and not ended
         if reason:
-            say(reason if ended else f"Training stopped after step {step:,}: {reason}.")
+            if not ended:
+                reason = f"Training stopped after step {step:,}: {reason}."
+            say(reason)
         directory = self._directory
         if directory is None:
             if stopped:

@@ -17,7 +17,7 @@ from ..data._batches import Batches
 from ..sharding import Plan
 from ..tracking._loggers import RunInfo, code_version
 from ..train._show_state import optimizer_name
-from ..train._step import TrainState
+from ..train._state import TrainState
 from ..train._training import Training
 from ._printing import precision_of
 
@@ -36,11 +36,14 @@ def run_of_fit(
     `saved` is what a checkpoint has of the data, if there is one, and `is_over` whether no step is
     left.
     """
+    average = None
+    if state.average is not None:
+        average = state.average.decay
     settings = {
         "optimizer": optimizer_name(state.opt_state),
         "precision": precision_of(state, training.compute_dtype),
         "accumulate": training.accumulate,
-        "average": None if state.average is None else state.average.decay,
+        "average": average,
         "epochs": data.given_epochs,
         "compiler_options": dict(training.options_for(data.mesh)),
         "seconds_at_peak": seconds_at_peak(training, state, data.spec, data.mesh),
@@ -87,9 +90,12 @@ def run_info(
     check_kind("settings", settings, (Mapping, NoneType), words)
     if directory is not None:
         directory = local_path("directory", directory)
+    examples = data.length
+    if data.is_endless:
+        examples = None
     config = {
         "batch_size": data.batch_size,
-        "examples": None if data.is_endless else data.length,
+        "examples": examples,
         "steps": data.steps,
         "parameters": sum(x.size for x in plan.report.arrays if x.role == "parameter"),
         "mesh": dict(plan.mesh.shape),

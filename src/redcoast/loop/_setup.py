@@ -24,10 +24,12 @@ from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan, with_auto_plan
 from ..train._loss import LossFn
+from ..train._microbatches import refuse_per_batch
 from ..train._optimizer import constant_hyperparameters, initial_hyperparameters
-from ..train._plan_step import check_coupling, check_faults, plan_training
+from ..train._plan_checks import check_step
+from ..train._plan_step import plan_training
 from ..train._start import is_init_fn
-from ..train._step import TrainState, refuse_per_batch, split_key_of_run
+from ..train._state import TrainState, split_key_of_run
 from ..train._training import Training
 from ._evaluation import KIND, CompiledEvaluation, Evaluation, check_mean, compile_evaluation
 from ._printing import Printer, nothing_left
@@ -127,8 +129,7 @@ def plan_run(settings: RunSettings, state: TrainState, data: Batches, printer: P
             overrides=settings.overrides,
             memory=settings.memory,
         )
-        check_coupling(planned, training, state, data.spec)
-        check_faults(planned, training, state, data.spec)
+        check_step(planned, training, state, data.spec)
     return planned
 
 

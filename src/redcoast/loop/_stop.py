@@ -266,7 +266,9 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
     reasons: list[StopReason] = []
     begin = time.monotonic()
     # JAX counts the steps of one loop, the outermost.
-    noticed = _preemption_notice() if outer is None else (lambda: False)
+    noticed, signals = (lambda: False), contextlib.nullcontext()
+    if outer is None:
+        noticed, signals = _preemption_notice(), _handling_signals(reasons)
     warned = False
 
     def level(_: PyTree) -> int:
@@ -283,7 +285,7 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
     request = StopRequest(level, reasons)
     token = _enclosing.set(request)
     try:
-        with _flagged(reasons) if outer is None else contextlib.nullcontext():
+        with signals:
             yield request
     finally:
         _enclosing.reset(token)
@@ -307,7 +309,7 @@ def highest_level(reasons: list[StopReason], level: int) -> int:
 
 
 @contextlib.contextmanager
-def _flagged(reasons: list[StopReason]) -> Iterator[None]:
+def _handling_signals(reasons: list[StopReason]) -> Iterator[None]:
     """Appends the first signal that arrives."""
     # Python lets only the main thread handle signals.
     if threading.current_thread() is not threading.main_thread():
@@ -342,7 +344,9 @@ def _flagged(reasons: list[StopReason]) -> Iterator[None]:
 
     def restore() -> None:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if handler is None:
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
 
     for number in before:
         signal.signal(number, note)

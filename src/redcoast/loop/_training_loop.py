@@ -15,7 +15,7 @@ from ..core._errors import noting
 from ..data._batches import Batch, Batches
 from ..sharding import Plan
 from ..tracking._metrics import MetricsReader, StackedMetrics
-from ..train._step import TrainState
+from ..train._state import TrainState
 from ..train._weight_average import evaluated_model
 from ._calls import Calls, StepCall, StepTaken
 from ._early_stopping import SAVED, BestSoFar
@@ -74,7 +74,9 @@ class TrainingLoop:
                     done = self.done = step
                     self.is_due = False
                 # A logger may stop a run after a step of this call when the next one is under way.
-                before = call if call.recompute is not None else None
+                before = None
+                if call.recompute is not None:
+                    before = call
                 is_first = done.number == first
                 if is_first:  # while the devices take the step
                     training = self.settings.training

@@ -30,10 +30,10 @@ from ..core._stored_specs import stored_as, stored_specs
 from ..core._tracing import missing_mesh
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
-from ..distributed._emulation import overdue_on
+from ..distributed._emulation import call_watched, overdue_on
 from ..tracking._metrics import PackedMetrics
 from ._compiler_options import Option, Options, check_compiler_options, compiler_options_for
-from ._flat_function import call_watched, flatten_step, is_jit_disabled, type_of, unwrap_constants
+from ._flat_function import flatten_step, is_jit_disabled, type_of, unwrap_constants
 from ._last_state import FlatState, LastState, Outline, as_tree
 from ._programs import compiled_once, jit_donating
 from ._step_messages import (
@@ -159,7 +159,9 @@ def _shardings_by_path(
         )
     shardings: dict[KeyPath, NamedSharding] = {}
     for path, x in leaves:
-        shardings[path] = NamedSharding(own_mesh, x) if isinstance(x, P) else x
+        if isinstance(x, P):
+            x = NamedSharding(own_mesh, x)
+        shardings[path] = x
     return shardings, own_mesh
 
 
@@ -168,15 +170,15 @@ class _StateKind:
     """What states of one structure have in common."""
 
     static: Static
-    given_shardings: list[NamedSharding]  # of the arrays, on the mesh that was given
-    shardings: list[NamedSharding]  # on the mesh with Auto axes
+    new_state_shardings: list[NamedSharding]  # on the user's mesh
+    shardings: list[NamedSharding]  # the same on a mesh with Auto axes, for the arguments
     outline: Outline
     # The step to trace for such states, by the constants among the other arguments.
     jitted: dict[Static, Jitted] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Program:
+class _CompiledProgram:
     """A step that was compiled for arguments of some shapes."""
 
     run: Callable[[Arrays, Arrays], tuple[Arrays, PyTree]]
@@ -220,13 +222,13 @@ class CompiledStep:
         self._reuse_for = reuse_for  # the user's function, if programs are used again
         self._rows_axis = rows_axis
         self._kinds: dict[Static, _StateKind] = {}  # by the constants of a state
-        self._programs: dict[Hashable, _Program] = {}  # by the types of all arguments
+        self._programs: dict[Hashable, _CompiledProgram] = {}  # by the types of all arguments
         self._stays_on_host = stays_on_host(self._mesh)
         self._overdue = overdue_on(mesh)
         # Of the last call, which the next one usually repeats.
         self._last_state: tuple[LastState, _StateKind] | None = None
         self._last_constants: Static | None = None
-        self._last_program: _Program | None = None
+        self._last_program: _CompiledProgram | None = None
 
     @hide_frames
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -264,7 +266,9 @@ class CompiledStep:
             leaves, constants = self._split_arguments(args)
         # JAX's own error names neither the array nor the step that it was donated to.
         # Those of a flat state are arrays of JAX, which are asked faster.
-        was_deleted = _was_deleted if isinstance(state, FlatState) else is_deleted
+        was_deleted = is_deleted
+        if isinstance(state, FlatState):
+            was_deleted = _was_deleted
         if any(map(was_deleted, arrays)) or any(map(is_deleted, leaves)):
             refuse_donated(as_tree(state), args)
         to_keep = leaves
@@ -345,11 +349,11 @@ class CompiledStep:
         return arrays, self._kinds[static], False
 
     def _program(
-        self, kind: _StateKind, constants: Static, arrays: Arrays, given: Arrays, others: Arrays
-    ) -> tuple[_Program, bool]:
+        self, kind: _StateKind, constants: Static, arrays: Arrays, leaves: Arrays, others: Arrays
+    ) -> tuple[_CompiledProgram, bool]:
         """Returns the program for these arguments, and whether this call is the first of it.
 
-        `others` are the `given` arguments on the devices.
+        `others` are the `leaves` of the other arguments on the devices.
         """
         types = tuple(map(type_of, others))
         # What `jax.jit` would compile the step for, too; here the shardings of outputs are a part
@@ -361,12 +365,12 @@ class CompiledStep:
             program = self._compile(kind, constants, arrays, others)
             self._programs[key] = program
         # With the types as the caller passes them, before they are converted and placed.
-        self._last_program = dataclasses.replace(program, types=list(map(type_of, given)))
+        self._last_program = dataclasses.replace(program, types=list(map(type_of, leaves)))
         return program, is_new
 
     def _compile(
         self, kind: _StateKind, constants: Static, arrays: Arrays, others: Arrays
-    ) -> _Program:
+    ) -> _CompiledProgram:
         jitted, traced = self._trace(kind, constants, arrays, others)
         # Processes with different programs would wait for each other's collectives for ever.
         agree_on_program("the program of the step", traced.jaxpr, self._mesh)
@@ -378,7 +382,7 @@ class CompiledStep:
             run, closed_over = self._from_trace(kind, traced)
         # A step that changes a dtype is compiled again for its own result.
         new_types = [(x.shape, x.dtype) for x in traced.out_info[0]]
-        return _Program(
+        return _CompiledProgram(
             run,
             closed_over,
             kind,
@@ -394,7 +398,7 @@ class CompiledStep:
         It may be that of an earlier step that is the same, with the constants of this one.
         """
         options = tuple(self.compiler_options.items())
-        shardings = kind.shardings, kind.given_shardings
+        shardings = kind.shardings, kind.new_state_shardings
         jaxpr = traced.jaxpr
         if self._reuse_for is None:
             compiled = jit_donating(jaxpr, self._mesh, *shardings, options)
@@ -443,7 +447,7 @@ class CompiledStep:
             step,
             in_shardings=(kind.shardings, None),
             # Of the new state only: metrics are where the compiler leaves them.
-            out_shardings=(kind.given_shardings, None),
+            out_shardings=(kind.new_state_shardings, None),
             # The new state takes the memory of the old one, or both would have to fit.
             donate_argnums=0,
             compiler_options=self.compiler_options or None,
@@ -454,4 +458,7 @@ def _put(x: PyTree, sharding: NamedSharding) -> PyTree:
     # The jitted call would also move arrays that are elsewhere, but in a separate program.
     if is_concrete(x) and x.committed and x.sharding == sharding:
         return x
-    return put(x, sharding, may_alias=False if isinstance(x, np.ndarray) else None)
+    may_alias = None
+    if isinstance(x, np.ndarray):  # which the caller may overwrite
+        may_alias = False
+    return put(x, sharding, may_alias=may_alias)

@@ -12,8 +12,8 @@ from ..core._axis_types import auto_ambient_mesh, on_auto_axes, with_auto_axes
 from ..core._pytree import Arrays, Static, split
 from ..core._tracing import missing_mesh
 from ..distributed._arrays import place_batch
-from ..distributed._emulation import overdue_on
-from ._flat_function import call_watched, flatten_arguments, is_jit_disabled, type_of
+from ..distributed._emulation import call_watched, overdue_on
+from ._flat_function import flatten_arguments, is_jit_disabled, type_of
 from ._programs import compiled_once
 
 T = TypeVar("T")

@@ -53,11 +53,11 @@ def check_compiler_options(options: object) -> None:
 
 
 def compiler_options_for(
-    mesh: Mesh | AbstractMesh, given: Mapping[str, Option] | None = None
+    mesh: Mesh | AbstractMesh, user_options: Mapping[str, Option] | None = None
 ) -> Options:
     """The options for programs on the devices of a mesh that their compiler knows.
 
-    `given` replaces the defaults. Those of them that the compiler does not know are left out with a
+    `user_options` replace the defaults. Those that the compiler does not know are left out with a
     warning.
 
     Raises `ValueError` if the compiler knows an option but not its value.
@@ -67,17 +67,19 @@ def compiler_options_for(
     # A process compiles for devices of its own, if it has some in the mesh.
     own = [x for x in mesh.devices.flat if x.process_index == jax.process_index()]
     device = (own or list(mesh.devices.flat))[0]
-    options = given
+    options = user_options
     if options is None:
         options = _DEFAULTS.get(device.platform, {})
     plain: dict[str, Option] = {}
     for name, value in options.items():
         # JAX passes only Python's own types on.
-        plain[name] = value.item() if isinstance(value, np.generic) else value
+        if isinstance(value, np.generic):
+            value = value.item()
+        plain[name] = value
     known = _known_options(device, tuple(plain.items()))
     unknown = plain.keys() - dict(known).keys()
     # Defaults that an older compiler does not know are left out silently.
-    if given is not None and unknown:
+    if user_options is not None and unknown:
         warn(
             f"The compiler for {device.platform} does not know the options "
             f"{', '.join(sorted(unknown))} of `compiler_options`. They are left out."

@@ -10,11 +10,11 @@ from ..core._pytree import abstract_tree
 from ..core._tracing import abstract_key
 from ..sharding import Coupling, coupling_sentence
 from ..sharding.report._data import ProgramReport
-from ._loss import TracedLoss
+from ._loss import ExaminedLoss
 
 
 def warn_if_not_mean(
-    loss: TracedLoss, rows: int, program: ProgramReport | None = None, *, of_loss: bool = True
+    loss: ExaminedLoss, rows: int, program: ProgramReport | None = None, *, of_loss: bool = True
 ) -> None:
     """Warns if the mean of a loss over batches of `rows` is not its mean over their examples.
 
@@ -32,11 +32,14 @@ def warn_if_not_mean(
             "same `batch_size`, preferably one that divides the number of examples."
         )
         return
-    sums = find_faults(loss, training=False)[0] if program is None else program.summed
-    warn_of_sums(sums, loss=of_loss)
+    if program is None:
+        summed, _, _ = find_faults(loss, training=False)
+    else:
+        summed = program.summed
+    warn_of_sums(summed, loss=of_loss)
 
 
-def find_coupled(loss: TracedLoss, *, training: bool) -> Coupling | None:
+def find_coupled(loss: ExaminedLoss, *, training: bool) -> Coupling | None:
     """Finds the first operation that makes the examples of a batch depend on each other."""
     # As below, what examines programs is not imported with redcoast.
     from ..sharding._function_reports import examples_coupled
@@ -47,7 +50,7 @@ def find_coupled(loss: TracedLoss, *, training: bool) -> Coupling | None:
 
 
 def find_faults(
-    loss: TracedLoss, *, training: bool
+    loss: ExaminedLoss, *, training: bool
 ) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:
     """Returns the results in `(loss, aux)` that are sums over the examples, by path, with their
     lines; the lines that use one random mask for all examples; and the lines where NumPy's rank

@@ -4,7 +4,7 @@ What optimizers compute with a matrix needs all of it. Matrices of the same shap
 each device computes with a part of the stack.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ def as_stored(
         for d, entry in enumerate(spec):
             axes[d] = tuple(axis for axis in _names(entry) if axis in sizes)
     dims = [(array.shape[d], axes[d]) for d in order]
-    parts = _merged(dims[stacked:], shape)
+    parts = _merge_dims(dims[stacked:], shape)
     layout = MatrixLayout(
         tuple(order),
         tuple(shape),
@@ -75,7 +75,7 @@ def _names(entry: str | Sequence[str] | None) -> Sequence[str]:
     return entry
 
 
-def _merged(dims: Sequence[tuple[int, Axes]], shape: Sequence[int]) -> list[tuple[int, Axes]]:
+def _merge_dims(dims: Sequence[tuple[int, Axes]], shape: Sequence[int]) -> list[tuple[int, Axes]]:
     """Sizes and axes of the dimensions of one matrix, of which as many as possible are merged.
 
     Dimensions of one side are merged if only the first of them is sharded: a part of it is a part
@@ -226,13 +226,13 @@ def _kept_over(member: Sequence[StoredMatrices], sizes: Mapping[str, int]) -> Ax
     if any(matrices.spec is None for matrices in member):
         return None
     if len(stacks) == 1:
-        return member[0].layout.stacked
+        return member[0].layout.stack_axes
     for matrices in member:
         layout = matrices.layout
         # In parts of neighbours, as those that are sent are divided too.
         divides = layout.count % size_of(sizes, sizes) == 0
         is_in_parts = divides and layout.stack[0][1] == tuple(sizes) and len(layout.stack) == 1
-        if layout.stacked and not is_in_parts:
+        if layout.stack_axes and not is_in_parts:
             return None
     return ()
 
@@ -253,26 +253,20 @@ def _exchange(
         sent = [_send(bundle, members, layouts, sizes) for bundle in bundles]
         stacks: list[Array] = []
         for parts in zip(*sent, strict=True):
-            stacks.append(_joined(parts, bundles, last_rounds))
+            stacks.append(_join_rounds(parts, bundles, last_rounds))
         computed = fn(shared, *stacks)
         results: list[list[Array]] = [[] for _ in members]
         for number, stack in zip(like, computed, strict=True):
-            first = 0
-            for bundle in bundles:
-                place = bundle.place
-                matrices = stack[first : first + place.rounds]
-                first += place.rounds
-                if place.rest:
-                    at = stack.shape[0] - last_rounds + place.last
-                    matrices = jnp.concatenate([matrices, stack[at : at + 1]])
-                back = from_owners(matrices, bundle.layouts[number], place, sizes)
-                taken = 0
+            rounds = _split_rounds(stack, bundles, last_rounds)
+            for bundle, matrices in zip(bundles, rounds, strict=True):
+                stored = from_owners(matrices, bundle.layouts[number], bundle.place, sizes)
+                first = 0
                 for i in bundle.numbers:
                     layout = layouts[i][number]
-                    count = layout.local_count(sizes)
-                    own = back[taken : taken + count]
+                    last = first + layout.local_count(sizes)
+                    own = stored[first:last]
                     results[i].append(_unstack(own, layout, members[i][number].shape))
-                    taken += count
+                    first = last
         return results
 
     arrays = [[matrices.array for matrices in member] for member in members]
@@ -292,9 +286,9 @@ def _bundles(
         key: list[object] = [_kept_over(member, sizes)]
         for matrices in member:
             layout = matrices.layout
-            key += [layout.sizes, layout.axes, layout.stacked]
+            key += [layout.sizes, layout.axes, layout.stack_axes]
         # Matrices that are stored where they are computed with stay in this order.
-        if len({matrices.layout.stacked for matrices in member}) > 1:
+        if len({matrices.layout.stack_axes for matrices in member}) > 1:
             key.append(number)
         alike.setdefault(tuple(key), []).append(number)
     counts: list[tuple[Axes, int]] = []
@@ -329,7 +323,7 @@ def _send(
     return sent
 
 
-def _joined(parts: Sequence[Array], bundles: Sequence[_Bundle], last_rounds: int) -> Array:
+def _join_rounds(parts: Sequence[Array], bundles: Sequence[_Bundle], last_rounds: int) -> Array:
     """One stack of the matrices of all bundles: first their rounds, and then the last ones."""
     rounds: list[Array] = []
     last: list[list[Array]] = [[] for _ in range(last_rounds)]
@@ -342,6 +336,19 @@ def _joined(parts: Sequence[Array], bundles: Sequence[_Bundle], last_rounds: int
         # Of these, all but one are zeros on each device.
         rounds.append(sum(matrices[1:], start=matrices[0]))
     return jnp.concatenate(rounds)
+
+
+def _split_rounds(stack: Array, bundles: Sequence[_Bundle], last_rounds: int) -> Iterator[Array]:
+    """The inverse of `_join_rounds`: the matrices of each bundle, with those of its last round."""
+    first = 0
+    for bundle in bundles:
+        place = bundle.place
+        matrices = stack[first : first + place.rounds]
+        first += place.rounds
+        if place.rest:
+            number = stack.shape[0] - last_rounds + place.last
+            matrices = jnp.concatenate([matrices, stack[number : number + 1]])
+        yield matrices
 
 
 def _unstack(matrices: Array, layout: MatrixLayout, shape: tuple[int, ...]) -> Array:

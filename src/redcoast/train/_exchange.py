@@ -45,18 +45,18 @@ class MatrixLayout:
         return prod(size for size, _ in self.stack)
 
     @property
-    def stacked(self) -> Axes:
+    def stack_axes(self) -> Axes:
         """The axes over which the matrices are divided as they are stored."""
         return tuple(chain.from_iterable(axes for _, axes in self.stack))
 
     @property
-    def parted(self) -> Axes:
+    def matrix_axes(self) -> Axes:
         """The axes over which each matrix is divided as it is stored."""
         return tuple(chain.from_iterable(self.axes))
 
     def local_count(self, mesh: Mapping[str, int]) -> int:
         """The number of matrices that a device stores, or stores parts of."""
-        return self.count // size_of(self.stacked, mesh)
+        return self.count // size_of(self.stack_axes, mesh)
 
     def local_sizes(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
         """The sizes of the part of a matrix that a device stores."""
@@ -118,23 +118,23 @@ def to_owners(x: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[
     if 0 in layout.shape:
         return jnp.zeros((place.rounds + (place.rest > 0), *layout.shape), x.dtype)
     axes = _sent_over(layout, place)
-    parted = [axis for axis in axes if axis in layout.parted]
+    part_axes = [axis for axis in axes if axis in layout.matrix_axes]
     x = _in_rounds(x, place, size_of(axes, mesh))
     rounds = x.shape[0]
     x = x.reshape(rounds, *(mesh[axis] for axis in axes), *sizes)
     # Of what is replicated, this device takes what it computes with.
     dim = 1
     for axis in axes:
-        if axis in parted:
+        if axis in part_axes:
             dim += 1
         else:
             x = jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(axis), dim, keepdims=False)
-    if parted:
-        x = x.reshape(rounds, size_of(parted, mesh), *sizes)
-        x = jax.lax.all_to_all(x, tuple(parted), 1, 1, tiled=True)
+    if part_axes:
+        x = x.reshape(rounds, size_of(part_axes, mesh), *sizes)
+        x = jax.lax.all_to_all(x, tuple(part_axes), 1, 1, tiled=True)
     # (rounds, the devices that sent a part, along each axis, the sizes of a part)
-    x = x.reshape(rounds, *(mesh[axis] for axis in parted), *sizes)
-    x = x.transpose(_order_of_parts(layout, parted))
+    x = x.reshape(rounds, *(mesh[axis] for axis in part_axes), *sizes)
+    x = x.transpose(_order_of_parts(layout, part_axes))
     return x.reshape(rounds, *layout.shape)
 
 
@@ -144,23 +144,23 @@ def from_owners(
     """The inverse of `to_owners`."""
     sizes = layout.local_sizes(mesh)
     if 0 in layout.shape:
-        stored = place.count // size_of(set(place.axes) & set(layout.stacked), mesh)
+        stored = place.count // size_of(set(place.axes) & set(layout.stack_axes), mesh)
         return jnp.zeros((stored, *sizes), y.dtype)
     axes = _sent_over(layout, place)
-    parted = [axis for axis in axes if axis in layout.parted]
-    replicated = [axis for axis in axes if axis not in layout.parted]
+    part_axes = [axis for axis in axes if axis in layout.matrix_axes]
+    replicated = [axis for axis in axes if axis not in layout.matrix_axes]
     rounds = y.shape[0]
     split: list[int] = []
     for size, of_dimension in zip(sizes, layout.axes, strict=True):
         split += [mesh[axis] for axis in of_dimension]
         split.append(size)
-    order = _order_of_parts(layout, parted)
+    order = _order_of_parts(layout, part_axes)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     y = y.reshape(rounds, *split).transpose(inverse)
-    if parted:
-        y = y.reshape(rounds, size_of(parted, mesh), *sizes)
-        y = jax.lax.all_to_all(y, tuple(parted), 1, 1, tiled=True)
-    y = y.reshape(rounds, *(mesh[axis] for axis in parted), *sizes)
+    if part_axes:
+        y = y.reshape(rounds, size_of(part_axes, mesh), *sizes)
+        y = jax.lax.all_to_all(y, tuple(part_axes), 1, 1, tiled=True)
+    y = y.reshape(rounds, *(mesh[axis] for axis in part_axes), *sizes)
     if replicated:
         y = jax.lax.all_gather(y, tuple(replicated))
         y = y.reshape(*(mesh[axis] for axis in replicated), rounds, *y.shape[2:])
@@ -170,7 +170,7 @@ def from_owners(
         if axis in replicated:
             order.append(replicated.index(axis))
         else:
-            order.append(len(replicated) + 1 + parted.index(axis))
+            order.append(len(replicated) + 1 + part_axes.index(axis))
     y = y.transpose(*order, *range(len(order), y.ndim))
     y = y.reshape(rounds, size_of(axes, mesh), *sizes)
     return _out_of_rounds(y, place)
@@ -178,7 +178,7 @@ def from_owners(
 
 def _sent_over(layout: MatrixLayout, place: MatrixPlace) -> Axes:
     """The axes over which the matrices of an array are divided only to compute with them."""
-    return tuple(axis for axis in place.axes if axis not in layout.stacked)
+    return tuple(axis for axis in place.axes if axis not in layout.stack_axes)
 
 
 def _in_rounds(x: Array, place: MatrixPlace, devices: int) -> Array:
@@ -204,13 +204,13 @@ def _out_of_rounds(x: Array, place: MatrixPlace) -> Array:
     return jnp.concatenate([full, rest])
 
 
-def _order_of_parts(layout: MatrixLayout, parted: Sequence[str]) -> list[int]:
+def _order_of_parts(layout: MatrixLayout, part_axes: Sequence[str]) -> list[int]:
     """Dimensions in an order in which those of the parts are before those that they divide.
 
     Before, they are a round, the senders along each of the axes, and the sizes of a part.
     """
     order = [0]
     for d, axes in enumerate(layout.axes):
-        order += [1 + parted.index(axis) for axis in axes]
-        order.append(1 + len(parted) + d)
+        order += [1 + part_axes.index(axis) for axis in axes]
+        order.append(1 + len(part_axes) + d)
     return order

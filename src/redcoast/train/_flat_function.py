@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -11,10 +10,7 @@ from jaxtyping import PyTree
 
 from ..core._pytree import NUMBERS, Arrays, Static, join, split
 from ..core._tracing import traced_over
-from ..distributed._emulation import Overdue
 from ._step_messages import first_difference, state_and_aux
-
-T = TypeVar("T")
 
 
 @jax.tree_util.register_static
@@ -66,7 +62,13 @@ def _wrap_constant(leaf: object) -> object:
 def unwrap_constants(aux: PyTree) -> PyTree:
     """The aux of a step, after `flatten_step` made nodes of its constants."""
     is_constant = lambda x: isinstance(x, _Constant)
-    return jax.tree.map(lambda x: x.value if is_constant(x) else x, aux, is_leaf=is_constant)
+
+    def unwrap(x: object) -> object:
+        if isinstance(x, _Constant):
+            return x.value
+        return x
+
+    return jax.tree.map(unwrap, aux, is_leaf=is_constant)
 
 
 def type_of(x: object) -> Hashable:
@@ -83,24 +85,3 @@ def type_of(x: object) -> Hashable:
 def is_jit_disabled() -> bool:
     """Whether the user's functions are to run operation by operation, to be debugged."""
     return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009  # it has no type
-
-
-def call_watched(overdue: Overdue | None, run: Callable[..., T], *args: PyTree) -> T:
-    """Calls a jitted function while emulated devices are watched."""
-    if overdue is None:
-        return run(*args)
-    # Emulated devices share the cores of one machine, on which a collective may starve.
-    overdue.begin()
-    last = None
-    try:
-        out = run(*args)
-        # The last output of a step is a metric. The arrays of the state will be donated.
-        last = next(filter(_is_plain, reversed(jax.tree.leaves(out))), None)
-        return out
-    finally:
-        overdue.end(last)
-
-
-def _is_plain(x: object) -> bool:
-    """Whether this is an array that says whether it is ready, as a typed key does not."""
-    return isinstance(x, jax.Array) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)

@@ -85,4 +85,5 @@ def stop_gradient(tree: PyTree) -> PyTree:
         target = jax.vmap(rc.stop_gradient(model))(batch["x"])
         ```
     """
-    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if eqx.is_array(x) else x, tree)
+    arrays, others = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(jax.lax.stop_gradient(arrays), others)

@@ -6,7 +6,6 @@ element by element with stacks of layers is therefore a loop here, in which one 
 is copied to the device, updated and copied back.
 """
 
-import functools as ft
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from ..core._control_flow import AnyJaxpr, Call, CallKind, consts_of, control_flow, open_jaxpr
-from ..core._jaxpr import bind_again, evaluate_equations, evaluate_jaxpr, struct_of, variables
+from ..core._control_flow import AnyJaxpr, Call, CallKind, control_flow, open_jaxpr
+from ..core._jaxpr import (
+    bind_again,
+    evaluate_equations,
+    evaluate_inlined,
+    evaluate_jaxpr,
+    initial_env,
+    struct_of,
+    variables,
+)
 from ..core._pytree import abstract_array
 from ..core._stored_specs import spec_of
 
@@ -45,8 +52,7 @@ def update_on_device(
     of_leaves = lambda *leaves: update(structure.unflatten(leaves))
     program, output = _trace_inlined(of_leaves, list(map(abstract_array, old)))
     jaxpr = open_jaxpr(program)
-    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
-    env.update(zip(jaxpr.invars, old, strict=True))
+    env = initial_env(program, old)
     on_host: set[Var] = set()  # of the new state
     for var, x in zip(jaxpr.outvars[-len(old) :], old, strict=True):
         if _is_on_host(x):
@@ -60,12 +66,12 @@ def update_on_device(
         results = evaluate_jaxpr(jaxpr, env, _on_device)
     else:
         before, after = loop.around(jaxpr)
-        # What the loop and the equations after it need of what is known before the loop.
-        needed = [*loop.shared, *loop.stacks, *_read_by(after), *variables(jaxpr.outvars)]
-        later = {*_results(after), *loop.computed}
-        known = [var for var in dict.fromkeys(needed) if var not in later]
-        values = evaluate_equations(before, known, env, _on_device)
-        env = dict(zip(known, values, strict=True))
+        # What the loop and the equations after it read of the results of those before it.
+        operands = [*loop.shared, *loop.stacks, *_read_by(after), *variables(jaxpr.outvars)]
+        computed_later = {*_results(after), *loop.computed}
+        operands = [var for var in dict.fromkeys(operands) if var not in computed_later]
+        values = evaluate_equations(before, operands, env, _on_device)
+        env = dict(zip(operands, values, strict=True))
         env.update(loop.run(env, on_host))
         results = evaluate_equations(after, jaxpr.outvars, env, _on_device)
     # An optimizer may return the parameters as a part of its state, too.
@@ -78,36 +84,21 @@ def _trace_inlined(
     fn: Callable[..., PyTree], types: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[AnyJaxpr, PyTree]:
     """The program of a function without calls of elementwise ones, and the types of its results."""
-    closed, output = jax.make_jaxpr(fn, return_shape=True)(*types)
-    inlined = ft.partial(_inlined(closed), *consts_of(closed))
+    program, output = jax.make_jaxpr(fn, return_shape=True)(*types)
+    inlined = lambda *inputs: evaluate_inlined(program, inputs, _is_elementwise)
     return jax.make_jaxpr(inlined)(*types), output
 
 
-def _inlined(closed: AnyJaxpr) -> Callable[..., Sequence[PyTree]]:
-    """A program, as a function of its constants and inputs, with the equations of elementwise
-    functions in place of their calls."""
-
-    def handle(_: int, equation: JaxprEqn, operands: list[PyTree]) -> Sequence[PyTree]:
-        call = control_flow(equation)
-        if isinstance(call, Call) and call.kind is CallKind.PLAIN and _is_elementwise(call.jaxpr):
-            return _inlined(call.jaxpr)(*consts_of(call.jaxpr), *operands)
-        return bind_again(equation, operands)
-
-    def run(*inputs: PyTree) -> Sequence[PyTree]:
-        jaxpr = open_jaxpr(closed)
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-        return evaluate_jaxpr(jaxpr, env, handle)
-
-    return run
-
-
-def _is_elementwise(jaxpr: AnyJaxpr) -> bool:
-    for equation in open_jaxpr(jaxpr).eqns:
-        call = control_flow(equation)
-        if isinstance(call, Call) and call.kind is CallKind.PLAIN:
-            if not _is_elementwise(call.jaxpr):
-                return False
-        elif not _keeps_elements_apart(equation):
+def _is_elementwise(call: Call) -> bool:
+    if call.kind is not CallKind.PLAIN:
+        return False
+    for equation in open_jaxpr(call.jaxpr).eqns:
+        inner = control_flow(equation)
+        if isinstance(inner, Call):
+            is_elementwise = _is_elementwise(inner)
+        else:
+            is_elementwise = _keeps_elements_apart(equation)
+        if not is_elementwise:
             return False
     return True
 

@@ -33,7 +33,11 @@ class Outline:
         # The number of arrays in each part; `None` if it is an array itself.
         self.counts: list[int | None] = []
         for part in parts:
-            self.counts.append(None if isinstance(part, ARRAYS) else len(split(part)[0]))
+            count = None
+            if not isinstance(part, ARRAYS):
+                arrays, _ = split(part)
+                count = len(arrays)
+            self.counts.append(count)
 
 
 class LastState:
@@ -110,4 +114,6 @@ class FlatState:
 
 def as_tree(state: PyTree) -> PyTree:
     """The state, which may be flat."""
-    return state.tree if isinstance(state, FlatState) else state
+    if isinstance(state, FlatState):
+        return state.tree
+    return state

@@ -29,11 +29,12 @@ def how_to_return(*trees: PyTree) -> str:
     states: list[object] = []
     for tree in trees:
         states += layer_states(tree).values()
-    is_nnx = bool(states) and not isinstance(states[0], eqx.nn.State)
+    of_library = _EQUINOX
+    if states and not isinstance(states[0], eqx.nn.State):
+        of_library = _NNX
     return (
         "The state of layers, such as the running averages of BatchNorm, is a part of the model, "
-        f"and the updated model is the third value: `return loss, aux, model`. "
-        f"{_NNX if is_nnx else _EQUINOX}"
+        f"and the updated model is the third value: `return loss, aux, model`. {of_library}"
     )
 
 

@@ -20,7 +20,7 @@ from ..core._frames import own_line
 from ..core._jaxpr import bind_again
 from ..core._pytree import ARRAYS, Arrays, abstract_tree, join, show_place, split
 from ..core._tracing import abstract_key, trace_for
-from ._loss import TracedLoss
+from ._loss import ExaminedLoss
 from ._programs import compiled_once
 
 
@@ -52,14 +52,14 @@ class _Integers(NamedTuple):
     inputs: frozenset[int] = frozenset()
 
 
-class _Indexed(NamedTuple):
+class _IndexedAxis(NamedTuple):
     equation: JaxprEqn
     axis: int
     indices: _Integers
     where: str
 
 
-def find_lookups(loss: TracedLoss, *, training: bool) -> Lookups:
+def find_lookups(loss: ExaminedLoss, *, training: bool) -> Lookups:
     """Finds what a loss indexes with the integers of a batch, outside loops and branches."""
     model, batch = abstract_tree((loss.model, loss.batch))
     arrays, static = split(model)
@@ -74,11 +74,11 @@ def find_lookups(loss: TracedLoss, *, training: bool) -> Lookups:
     jaxpr = trace_for(loss.mesh, lambda: make(arrays, rows, abstract_key()))
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     places = [show_place(path, "batch") for path, x in leaves if isinstance(x, ARRAYS)]
-    return _read(jaxpr, len(arrays), rows, places, loss)
+    return _lookups_of(jaxpr, len(arrays), rows, places, loss)
 
 
-def _read(
-    jaxpr: AnyJaxpr, before: int, rows: Sequence[PyTree], places: Sequence[str], loss: TracedLoss
+def _lookups_of(
+    jaxpr: AnyJaxpr, before: int, rows: Sequence[PyTree], places: Sequence[str], loss: ExaminedLoss
 ) -> Lookups:
     """The lookups of a traced loss, whose inputs from `before` on are the arrays of the batch."""
     axes: list[Lookup] = []
@@ -88,7 +88,7 @@ def _read(
         for i, x in enumerate(arrays):
             if _is_integer(x):
                 inputs[before + i] = _Integers(x, frozenset([i]))
-        indexed: list[_Indexed] = []
+        indexed: list[_IndexedAxis] = []
         _follow(jaxpr, inputs, indexed)
         # A trace may run twice; the last one counts.
         axes.clear()
@@ -109,13 +109,15 @@ def _read(
 
 
 def _follow(
-    jaxpr: AnyJaxpr, inputs: Sequence[_Integers | None], indexed: list[_Indexed]
+    jaxpr: AnyJaxpr, inputs: Sequence[_Integers | None], indexed: list[_IndexedAxis]
 ) -> list[_Integers | None]:
     """The integer results that do not depend on the model; lookups are appended to `indexed`."""
     opened = open_jaxpr(jaxpr)
     env: dict[Var, _Integers | None] = dict(zip(opened.invars, inputs, strict=True))
     for variable, value in zip(opened.constvars, consts_of(jaxpr), strict=False):
-        env[variable] = _Integers(value) if _is_integer(value) else None
+        env[variable] = None
+        if _is_integer(value):
+            env[variable] = _Integers(value)
 
     def read(atom: Atom) -> _Integers | None:
         if isinstance(atom, Literal):
@@ -125,7 +127,7 @@ def _follow(
     for equation in opened.eqns:
         operands = [read(atom) for atom in equation.invars]
         if equation.primitive.name == "gather" and operands[1] is not None:
-            indexed += _indexed(equation, operands[1])
+            indexed += _indexed_axes(equation, operands[1])
         call = control_flow(equation)
         results: Sequence[_Integers | None] = [None] * len(equation.outvars)
         if isinstance(call, Call):
@@ -136,12 +138,12 @@ def _follow(
                 if not indexed[i].where:
                     indexed[i] = indexed[i]._replace(where=_line(equation))
         elif call is None and all(_is_integer(x.aval) for x in equation.outvars):
-            results = _computed(equation, operands) or results
+            results = _compute(equation, operands) or results
         env.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in opened.outvars]
 
 
-def _computed(
+def _compute(
     equation: JaxprEqn, operands: Sequence[_Integers | None]
 ) -> list[_Integers | None] | None:
     """The results of an operation on known integers."""
@@ -158,14 +160,14 @@ def _computed(
     return [_Integers(value, inputs) for value in bind_again(equation, values)]
 
 
-def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
+def _indexed_axes(equation: JaxprEqn, indices: _Integers) -> list[_IndexedAxis]:
     """The axes from which a gather takes single elements by integers of the batch."""
     # Indices that are constants of the program were checked by its author.
     if not indices.inputs or indices.value.size == 0:
         return []
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     mode = GatherScatterMode.from_any(equation.params["mode"])
-    axes: list[_Indexed] = []
+    axes: list[_IndexedAxis] = []
     # The last dimension of the indices has one number for each of these axes of the operand.
     for place, axis in enumerate(numbers.start_index_map):
         # `jnp.take(..., mode="clip")` asks for the last element; a slice under `jax.vmap` does not.
@@ -173,11 +175,11 @@ def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
         # Longer slices come from cutting, where an end beyond the array is usual.
         if sizes[axis] == 1 and not is_asked_for:
             column = _Integers(indices.value[..., place], indices.inputs)
-            axes.append(_Indexed(equation, axis, column, _line(equation)))
+            axes.append(_IndexedAxis(equation, axis, column, _line(equation)))
     return axes
 
 
-def _lookup(indexed: _Indexed, places: Sequence[str]) -> Lookup:
+def _lookup(indexed: _IndexedAxis, places: Sequence[str]) -> Lookup:
     equation = indexed.equation
     operand: PyTree = equation.invars[0].aval
     shape = tuple(operand.shape)

@@ -30,8 +30,8 @@ _RESERVED = ("loss", "grad_norm", "skipped", "learning_rate", "loss_scale", "ski
 _LOGGED = ("step", "time")
 
 
-class TracedLoss(NamedTuple):
-    """A loss, and what it is traced with: concrete or abstract arrays."""
+class ExaminedLoss(NamedTuple):
+    """A loss that is examined, and what it is traced with: concrete or abstract arrays."""
 
     loss_fn: LossFn
     model: PyTree
@@ -226,9 +226,14 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
                 f"The model that `loss_fn` returned has {_kind(new)} at {show_path(path)}, but was "
                 f"given {_kind(old)} there. Keep the shape and the dtype."
             )
-    # Parameters are kept in their own dtype, whatever they were computed in.
-    stored = lambda new, old: new.astype(old.dtype) if is_floating(old) else new
-    return jax.tree.map(stored, new_model, model)
+
+    def to_stored_dtype(new: PyTree, old: PyTree) -> PyTree:
+        # Parameters are kept in their own dtype, whatever they were computed in.
+        if is_floating(old):
+            return new.astype(old.dtype)
+        return new
+
+    return jax.tree.map(to_stored_dtype, new_model, model)
 
 
 def _kind(leaf: PyTree, floating: bool = False) -> str:

@@ -209,7 +209,7 @@ class _Evaluation:
         return [_Value(as_traced(value.x, atom), value.weights) for value, atom in pairs]
 
     def _handle(self, index: int, equation: JaxprEqn, operands: list[_Value]) -> list[_Value]:
-        weights = _joined(operands)
+        weights = _union(operands)
         arrays = [value.x for value in operands]
         if equation.primitive.name == "dot_general":
             product = self._product(equation, operands)
@@ -311,7 +311,7 @@ def _is_wide_float(dtype: jnp.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
-def _joined(operands: Sequence[_Value]) -> frozenset[int] | None:
+def _union(operands: Sequence[_Value]) -> frozenset[int] | None:
     weights: frozenset[int] = frozenset()
     for value in operands:
         if value.weights is None:

@@ -29,14 +29,19 @@ def by_label(
     function's, for messages."""
     check_optimizer(others, name="others")
     check_dimensions(dimensions)
-    label = lambda numbers: "matrix" if is_numbers(numbers) else "other"
-    labels = jax.tree.map(label, dimensions, is_leaf=lambda x: x is None or is_numbers(x))
+    labels = jax.tree.map(_label, dimensions, is_leaf=lambda x: x is None or is_numbers(x))
     transformations: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrices,
         "other": others,
     }
     # A function, since optax would call a tree that is a callable module.
     return optax.partition(transformations, ft.partial(_labels_of, name, labels))
+
+
+def _label(numbers: Numbers | None) -> str:
+    if is_numbers(numbers):
+        return "matrix"
+    return "other"
 
 
 def check_rates(**rates: object) -> None:

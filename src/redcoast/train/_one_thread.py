@@ -16,8 +16,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from ..core._control_flow import AnyJaxpr, Atom, Call, consts_of, control_flow, open_jaxpr
-from ..core._jaxpr import bind_again, evaluate_equations, evaluate_jaxpr, struct_of, variables
+from ..core._control_flow import AnyJaxpr, Atom, Call, control_flow, open_jaxpr
+from ..core._jaxpr import (
+    bind_again,
+    evaluate_equations,
+    evaluate_inlined,
+    initial_env,
+    struct_of,
+    variables,
+)
 from ..core._pytree import Arrays
 from ..distributed._arrays import stays_on_host
 from ..sharding.operations._elementwise_rules import ELEMENTWISE
@@ -42,13 +49,13 @@ def in_one_thread(program: AnyJaxpr, mesh: Mesh | AbstractMesh) -> Callable[...,
 
     def run(*args: PyTree) -> Arrays:
         # Libraries call functions of all parameters at once, which hide what needs what.
-        without_calls = jax.make_jaxpr(lambda *args: _evaluated(program, args))(*args)
+        inline = lambda *args: evaluate_inlined(program, args, _is_simple_call)
+        without_calls = jax.make_jaxpr(inline)(*args)
         jaxpr = open_jaxpr(without_calls)
         others, updates = _split(jaxpr)
         if not updates:
             return plain(*args)
-        env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(without_calls), strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+        env = initial_env(without_calls, args)
         evaluate_equations(others, _results_before(jaxpr, updates), env, _bind)
         _run_in_calls(updates, env)
         return evaluate_equations([], jaxpr.outvars, env, _bind)  # all are evaluated: read
@@ -85,7 +92,7 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[_Updates]]:
     if len(whole.results) <= READY or not _is_small([*whole.operands, *whole.results]):
         return jaxpr.eqns, []
     updates: list[_Updates] = []
-    for part in _packed(_connected([masks[id(x)] for x in own])):
+    for part in _pack(_union_of_connected([masks[id(x)] for x in own])):
         updates.append(_Updates([x for x in own if masks[id(x)] & part], jaxpr.outvars))
     others = [x for x in jaxpr.eqns if id(x) not in masks or id(x) in before]
     return others, updates
@@ -143,22 +150,22 @@ def _before_updates(end: Sequence[JaxprEqn], masks: Mapping[int, int]) -> set[in
     return before
 
 
-def _connected(masks: Sequence[int]) -> list[int]:
+def _union_of_connected(masks: Sequence[int]) -> list[int]:
     """The union of all masks that share bits, such as the moments and the value of a parameter."""
     unions: list[int] = []
     for mask in masks:
-        apart: list[int] = []
+        disjoint: list[int] = []
         # Unions share no bits with each other, so what one adds to the mask meets no other.
         for x in unions:
             if x & mask:
                 mask |= x
             else:
-                apart.append(x)
-        unions = [*apart, mask]
+                disjoint.append(x)
+        unions = [*disjoint, mask]
     return unions
 
 
-def _packed(masks: Sequence[int]) -> list[int]:
+def _pack(masks: Sequence[int]) -> list[int]:
     """The masks, united as far as a call has room for their results."""
     parts: list[int] = []
     for mask in masks:
@@ -183,10 +190,14 @@ def _is_simple(equation: JaxprEqn) -> bool:
         return False
     flow = control_flow(equation)
     if isinstance(flow, Call):
-        return all(map(_is_simple, open_jaxpr(flow.jaxpr).eqns))
+        return _is_simple_call(flow)
     if flow is not None or equation.primitive.name not in _SIMPLE:
         return False
     return all(map(_is_plain, (*equation.invars, *equation.outvars)))
+
+
+def _is_simple_call(call: Call) -> bool:
+    return all(map(_is_simple, open_jaxpr(call.jaxpr).eqns))
 
 
 def _is_plain(atom: Atom) -> bool:
@@ -222,16 +233,5 @@ def _run_in_call(updates: Sequence[_Updates], env: dict[Var, PyTree]) -> None:
     env.update(zip(results, values, strict=True))
 
 
-def _evaluated(program: AnyJaxpr, args: Sequence[PyTree]) -> Arrays:
-    """The results of a program, with the equations of simple calls in their place."""
-    jaxpr = open_jaxpr(program)
-    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    return evaluate_jaxpr(jaxpr, env, _bind)
-
-
-def _bind(index: int, equation: JaxprEqn, operands: Arrays) -> Arrays:
-    call = control_flow(equation)
-    if isinstance(call, Call) and _is_simple(equation):
-        return _evaluated(call.jaxpr, operands)
+def _bind(_: int, equation: JaxprEqn, operands: Arrays) -> Arrays:
     return bind_again(equation, operands)

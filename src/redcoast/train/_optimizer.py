@@ -92,11 +92,14 @@ def constant_hyperparameters(opt_state: PyTree) -> dict[str, float]:
     is_injected = lambda x: hasattr(x, "hyperparams") and hasattr(x, "hyperparams_states")
     constants: dict[str, float] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_injected):
-        values = node.hyperparams if is_injected(node) else {}
-        for name, value in values.items():
+        if not is_injected(node):
+            continue
+        of_part = ""
+        if path:
+            of_part = f" of {show_path(path)}"
+        for name, value in node.hyperparams.items():
             if name not in node.hyperparams_states and not jnp.ndim(value):
-                where = show_path(path)
-                constants[f"{name} of {where}" if where else name] = float(value)
+                constants[f"{name}{of_part}"] = float(value)
     return constants
 
 
@@ -117,11 +120,12 @@ def _check_shapes(updates: PyTree, params: PyTree) -> None:
     if jax.tree.structure(updates) != jax.tree.structure(params):
         return  # `optax.apply_updates` accepts it or raises an error
     shapes = _shapes(updates)
-    for where, wanted in _shapes(params).items():
-        if (shape := shapes[where]) != wanted:
+    for where, expected in _shapes(params).items():
+        shape = shapes[where]
+        if shape != expected:
             raise ValueError(
                 f"`optimizer` returned an update of shape {shape} for the parameter at {where}, "
-                f"of shape {wanted}. They must have the same shape. Optimizers that need the "
+                f"of shape {expected}. They must have the same shape. Optimizers that need the "
                 "gradient of each example cannot be used: a training step computes only the "
                 "gradient of their mean."
             )
@@ -145,18 +149,18 @@ def _check_opt_state(
 
 def differences(expected: PyTree, other: PyTree) -> str:
     """A verb phrase that says what another state of an optimizer lacks, and has besides."""
-    wanted, shapes = _shapes(expected), _shapes(other)
+    expected_shapes, shapes = _shapes(expected), _shapes(other)
     missing: list[str] = []
     differ: list[str] = []
-    for where, shape in wanted.items():
+    for where, shape in expected_shapes.items():
         if where not in shapes:
             missing.append(where)
         elif shapes[where] != shape:
             differ.append(where)
-    more = [where for where in shapes if where not in wanted]
-    parts = {"lacks": missing, "also has": more, "has other shapes at": differ}
-    listed = [f"{words} {several(names)}" for words, names in parts.items() if names]
-    return ", and ".join(listed) or "has another structure"
+    more = [where for where in shapes if where not in expected_shapes]
+    verbs = {"lacks": missing, "also has": more, "has other shapes at": differ}
+    phrases = [f"{verb} {several(names)}" for verb, names in verbs.items() if names]
+    return ", and ".join(phrases) or "has another structure"
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -53,7 +53,13 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     """Casts the floating arrays of a tree to `dtype`, unless that is `None`."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
+
+    def cast(x: PyTree) -> PyTree:
+        if is_floating(x):
+            return x.astype(dtype)
+        return x
+
+    return jax.tree.map(cast, tree)
 
 
 def has_floating_state(model: PyTree) -> bool:

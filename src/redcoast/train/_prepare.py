@@ -18,9 +18,11 @@ from ..sharding import Plan
 from ._compile import CompiledStep, compile_reusable_step, compile_step
 from ._compiler_options import Option
 from ._loss import LossFn
-from ._plan_step import check_own_step, plan_training
+from ._plan_checks import check_own_step
+from ._plan_step import plan_training
 from ._start import starting_state
-from ._step import TrainState, train_steps
+from ._state import TrainState
+from ._step import train_steps
 from ._training import make_training
 
 

@@ -34,13 +34,13 @@ _FEW_BYTES = 1 << 16  # of a constant that may stay as long as its program
 _numbers = itertools.count()
 
 
-class _Program(NamedTuple):
+class _CachedProgram(NamedTuple):
     number: int
     jaxpr: AnyJaxpr  # keeps alive what its key compares by identity
     run: Run
 
 
-_PROGRAMS: dict[Hashable, _Program] = {}  # the last is the one that was used last
+_PROGRAMS: dict[Hashable, _CachedProgram] = {}  # the last is the one that was used last
 
 
 def compiled_once(
@@ -77,7 +77,7 @@ def compiled_once(
     # An array that it closes over may have been donated to another program since.
     if program is None or any(map(is_deleted, consts_of(program.jaxpr))):
         run = _jit(jaxpr, mesh, in_shardings, out_shardings, donates, only_last, options)
-        program = _Program(next(_numbers), jaxpr, run)
+        program = _CachedProgram(next(_numbers), jaxpr, run)
         # A program must not keep the user's data alive for longer than the function that refers to
         # it.
         holds_memory = any(map(_is_of_the_user, constants))
@@ -112,7 +112,9 @@ def _jit(
     def program(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
         with traced_over(mesh):
             results = evaluate(*arrays, *others)
-        others = results[-1:] if only_last else results[count:]  # JAX leaves out the rest
+        others = results[count:]
+        if only_last:
+            others = results[-1:]  # JAX leaves out the rest
         return list(results[:count]), list(others)
 
     return jax.jit(
@@ -123,15 +125,15 @@ def _jit(
     )
 
 
-def _kept(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) -> list[int]:
+def _unchanged(jaxpr: AnyJaxpr, in_shardings: Shardings, out_shardings: Shardings) -> list[int]:
     """The places of the arrays of the state that a program returns as they are."""
     inner = open_jaxpr(jaxpr)
-    kept: list[int] = []
+    unchanged: list[int] = []
     for i, (before, after) in enumerate(zip(in_shardings, out_shardings, strict=True)):
         # Such as frozen weights, which need neither be passed out nor donated.
         if inner.outvars[i] is inner.invars[i] and before == after:
-            kept.append(i)
-    return kept
+            unchanged.append(i)
+    return unchanged
 
 
 def jit_donating(
@@ -143,18 +145,18 @@ def jit_donating(
 ) -> Run:
     """A program that is given, and returns, only the arrays that it changes: each costs time."""
     evaluate = in_one_thread(jaxpr, mesh)
-    kept = _kept(jaxpr, in_shardings, out_shardings)
+    unchanged = _unchanged(jaxpr, in_shardings, out_shardings)
     count = len(out_shardings)
-    changed = [i for i in range(count) if i not in kept]
-    order = [*changed, *kept]
+    changed = [i for i in range(count) if i not in unchanged]
+    order = [*changed, *unchanged]
 
     def program(new: Arrays, same: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
-        arrays = merged(new, same)
+        arrays = merge(new, same)
         with traced_over(mesh):
             results = evaluate(*arrays, *others)
         return _at(changed, results), list(results[count:])
 
-    def merged(new: Arrays, same: Arrays) -> Arrays:
+    def merge(new: Arrays, same: Arrays) -> Arrays:
         arrays: Arrays = [None] * count
         for i, x in zip(order, [*new, *same], strict=True):
             arrays[i] = x
@@ -162,16 +164,16 @@ def jit_donating(
 
     jitted = jax.jit(
         program,
-        in_shardings=(_at(changed, in_shardings), _at(kept, in_shardings), None),
+        in_shardings=(_at(changed, in_shardings), _at(unchanged, in_shardings), None),
         out_shardings=(_at(changed, out_shardings), None),
         donate_argnums=0,
         compiler_options=dict(options) or None,
     )
 
     def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, Arrays]:
-        same = _at(kept, arrays)
+        same = _at(unchanged, arrays)
         new, results = jitted(_at(changed, arrays), same, others)
-        return merged(new, same), results
+        return merge(new, same), results
 
     return run
 

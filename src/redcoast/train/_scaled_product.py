@@ -144,12 +144,14 @@ def _multiply(contraction: Contraction, x: _Scaled, y: _Scaled, dtype: np.dtype)
 def _along_result(contraction: Contraction, side: int, scale: Array) -> Array:
     """The scale of an operand, with the dimensions of the result."""
     batch, free = contraction.batch[side], contraction.free(side)
-    kept = scale.transpose((*batch, *free, *contraction.summed[side]))
-    missing = (1,) * len(contraction.free(1 - side))
-    before, behind = kept.shape[: len(batch)], kept.shape[len(batch) : len(batch) + len(free)]
+    # Of size 1 along what is summed over, and along what only the other operand has.
+    scale = scale.transpose((*batch, *free, *contraction.summed[side]))
+    of_batch = scale.shape[: len(batch)]
+    of_free = scale.shape[len(batch) : len(batch) + len(free)]
+    of_other = (1,) * len(contraction.free(1 - side))
     if side == 0:
-        return kept.reshape(*before, *behind, *missing)
-    return kept.reshape(*before, *missing, *behind)
+        return scale.reshape(*of_batch, *of_free, *of_other)
+    return scale.reshape(*of_batch, *of_other, *of_free)
 
 
 def _forward(product: Product, x: Any, y: Any) -> tuple[Array, tuple[Any, Any]]:
@@ -161,23 +163,23 @@ def _forward(product: Product, x: Any, y: Any) -> tuple[Array, tuple[Any, Any]]:
     if product.numbers == "int8":
         # Each product has scales along other dimensions.
         operands = x, y
-    kept: list[Any] = [None, None]
+    residuals: list[Any] = [None, None]
     for side in (0, 1):
         if is_needed[side]:
-            kept[side] = operands[side]
-    return result, (kept[0], kept[1])
+            residuals[side] = operands[side]
+    return result, (residuals[0], residuals[1])
 
 
 def _backward(
-    product: Product, kept: tuple[Any, Any], cotangent: Operand | SymbolicZero
+    product: Product, residuals: tuple[Any, Any], cotangent: Operand | SymbolicZero
 ) -> tuple[Array | None, Array | None]:
     if isinstance(cotangent, SymbolicZero):
         return None, None
     scaled: Operand | _Scaled = cotangent
     if product.numbers == "float8":
         scaled = _quantise(product, cotangent, (), _COTANGENT)
-    of_x = _cotangent_of(product, 0, scaled, kept[1])
-    of_y = _cotangent_of(product, 1, scaled, kept[0])
+    of_x = _cotangent_of(product, 0, scaled, residuals[1])
+    of_y = _cotangent_of(product, 1, scaled, residuals[0])
     return of_x, of_y
 
 

@@ -91,11 +91,11 @@ def shampoo(
     """
     options = SideOptions(b1, b2, statistics, eps, frequency)
     return optimizer_with_sides(
-        "shampoo", learning_rate, dimensions, others, options, weight_decay, update=_updated
+        "shampoo", learning_rate, dimensions, others, options, weight_decay, update=_update_states
     )
 
 
-def _updated(
+def _update_states(
     options: SideOptions, count: Int[Array, ""], states: list[ArrayState]
 ) -> list[ArrayState]:
     members = [x.as_matrices(x.moments.gradient) for x in states]

@@ -178,12 +178,12 @@ def side_of(statistics: Statistics) -> Side:
     return Side(statistics[:, 0], statistics[:, 1])
 
 
-def add_gradient(side: Side, rows: Matrices, kept: float) -> Side:
-    """Adds the products of the rows of gradients to the statistics, of which a part is kept."""
+def add_gradient(side: Side, rows: Matrices, decay: float) -> Side:
+    """Adds the products of the rows of gradients to the statistics, of which `decay` is kept."""
     if side.is_empty:
         return side
     product = rows @ rows.mT
-    return side._replace(statistics=kept * side.statistics + (1 - kept) * product)
+    return side._replace(statistics=decay * side.statistics + (1 - decay) * product)
 
 
 def as_statistics(side: Side) -> Statistics:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 from jaxtyping import Array, Bool, PyTree
 
-from ..core._control_flow import AnyJaxpr, consts_of, open_jaxpr
-from ..core._jaxpr import bind_again, evaluate_jaxpr, variables
+from ..core._control_flow import AnyJaxpr, open_jaxpr
+from ..core._jaxpr import bind_again, evaluate_jaxpr, initial_env, variables
 from ..core._pytree import Arrays
 from ._optimizer import differences
 
@@ -64,9 +64,7 @@ def _evaluate(closed: AnyJaxpr, inputs: Arrays, old: Arrays, finite: Array) -> A
                 results[i] = jnp.where(finite, results[i], replaces[var])
         return results
 
-    env: dict[Var, PyTree] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-    outputs = evaluate_jaxpr(jaxpr, env, handle)
+    outputs = evaluate_jaxpr(jaxpr, initial_env(closed, inputs), handle)
     for i, (var, before) in enumerate(zip(state_vars, old, strict=True), first):
         # It is a constant, an argument, or stands for several leaves.
         if isinstance(var, Literal) or var not in replaces:

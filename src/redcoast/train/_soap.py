@@ -86,11 +86,11 @@ def soap(
     """
     options = SideOptions(b1, b2, statistics, eps, frequency)
     return optimizer_with_sides(
-        "soap", learning_rate, dimensions, others, options, weight_decay, update=_updated
+        "soap", learning_rate, dimensions, others, options, weight_decay, update=_update_states
     )
 
 
-def _updated(
+def _update_states(
     options: SideOptions, count: Int[Array, ""], states: list[ArrayState]
 ) -> list[ArrayState]:
     members: list[list[StoredMatrices]] = []

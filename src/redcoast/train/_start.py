@@ -22,7 +22,7 @@ from ..distributed._arrays import place_tree
 from ._labels import accept_module_labels
 from ._optimizer import refuse_optimizer_states, refuse_per_example
 from ._shared_arrays import warn_of_shared
-from ._step import TrainState, init_state, state_of, state_of_model, with_loss_scale
+from ._state import TrainState, init_state, state_of, state_of_model, with_loss_scale
 from ._training import Training
 from ._weight_average import with_average
 

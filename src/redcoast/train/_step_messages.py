@@ -90,9 +90,11 @@ def check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
         hash(static)
     except TypeError:
         for path, x in jax.tree_util.tree_leaves_with_path(tree()):
+            # Arrays are not hashable, and are no constants.
+            if isinstance(x, NUMBERS):
+                continue
             try:
-                # Arrays are not hashable, and are no constants.
-                hash(None if isinstance(x, NUMBERS) else x)
+                hash(x)
             except TypeError as error:
                 raise TypeError(
                     f"The step was called with a {type(x).__name__} at {path_name(path)}, which is "
@@ -117,11 +119,16 @@ def state_and_aux(out: PyTree, static: Static) -> tuple[PyTree, PyTree]:
     return out[0], out[1]
 
 
-def first_difference(given: PyTree, returned: PyTree) -> str:
+def first_difference(argument: PyTree, returned: PyTree) -> str:
     """Describes the first difference between two trees, ignoring the values of arrays."""
     # The values of arrays may change. All else is part of the compiled program, and may not.
-    show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
-    before = jax.tree_util.tree_leaves_with_path(given)
+
+    def show(x: object) -> str:
+        if isinstance(x, ARRAYS):
+            return "an array"
+        return repr(x)
+
+    before = jax.tree_util.tree_leaves_with_path(argument)
     after = jax.tree_util.tree_leaves_with_path(returned)
     for (path, x), (other, y) in zip(before, after, strict=False):
         if path != other or show(x) != show(y):

@@ -15,7 +15,7 @@ from ..core._trainable import partition_trainable
 from ._precision import widen
 
 if TYPE_CHECKING:
-    from ._step import TrainState
+    from ._state import TrainState
 
 
 class WeightAverage(eqx.Module):
@@ -74,8 +74,13 @@ def model_with(average: WeightAverage | None, model: PyTree) -> PyTree:
     if average is None:
         return model
     is_none = lambda x: x is None
-    # What is not trained has no average, and is the model's own.
-    choose = lambda new, old: old if new is None else new.astype(old.dtype)
+
+    def choose(averaged: PyTree, own: PyTree) -> PyTree:
+        # What is not trained has no average.
+        if averaged is None:
+            return own
+        return averaged.astype(own.dtype)
+
     return jax.tree.map(choose, average.weights, model, is_leaf=is_none)
 
 

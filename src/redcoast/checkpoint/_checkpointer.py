@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -38,7 +38,7 @@ class Restored(NamedTuple):
 
     state: PyTree
     step: int
-    data: dict[str, PyTree]
+    data: dict[str, Any]
     metrics: dict[str, float]
 
 
@@ -135,7 +135,7 @@ class Checkpointer:
         self,
         step: int,
         state: PyTree,
-        data: Mapping[str, PyTree] | None = None,
+        data: Mapping[str, object] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Starts to save a state. Its arrays may be donated as soon as this returns.

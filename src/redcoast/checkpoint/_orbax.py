@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ..core._durable_files import sync_tree
-from ..core._read_json import read_json
+from ..core._read_json import JSONObject, read_json
 from ..sharding.tree._leaves import ArrayLike
 from ._checksums import write_checksums
 
@@ -101,7 +101,7 @@ def make_checkpointer(*, background: bool, barrier: Callable[..., None] | None =
     return ocp.Checkpointer(handler)
 
 
-def orbax_args(flat: Mapping[Names, ArrayLike], document: dict[str, PyTree]) -> Any:
+def orbax_args(flat: Mapping[Names, ArrayLike], document: JSONObject) -> Any:
     """The Orbax arguments that save the arrays as a nested dict, and the JSON metadata."""
     import orbax.checkpoint as ocp
 

@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from ..core._errors import check_choice, check_flag, check_integer, check_kind
 from ..core._frames import hide_frames_of_init
+from ..core._read_json import JSONObject
 from ..distributed._kv_store import decide, exchange, is_main
 from ._orbax import CheckpointDamaged
 from ._tree import (
@@ -151,7 +152,7 @@ def newest_checkpoint(checkpoints: Checkpoints | None) -> str:
 
 def restore_newest(
     checkpoints: Checkpoints, like: PyTree, shardings: PyTree
-) -> tuple[PyTree, dict[str, PyTree]] | None:
+) -> tuple[PyTree, JSONObject] | None:
     """Restores the newest undamaged checkpoint of a run and its metadata; `None` without one.
 
     Damaged checkpoints that are newer are renamed to `<step>.damaged`.
@@ -185,7 +186,7 @@ def restore_newest(
     return None
 
 
-def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[str, PyTree]] | str:
+def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, JSONObject] | str:
     """The state and the metadata of a checkpoint, or a sentence that says how it is damaged."""
     own = None  # about the first damaged file in this process's share of the files
     try:

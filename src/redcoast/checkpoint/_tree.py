@@ -22,7 +22,7 @@ from ..core._dtypes import check_unmasked
 from ..core._durable_files import sync_name
 from ..core._errors import check_kind, local_path, several
 from ..core._frames import hide_frames
-from ..core._read_json import read_json
+from ..core._read_json import JSONObject, read_json
 from ..core._tracing import refuse_traced
 from ..core._versions import own_version
 from ..distributed._kv_store import is_main
@@ -79,7 +79,7 @@ class CheckpointMismatch(ValueError):
 
 @hide_frames
 def save_checkpoint(
-    path: str | Path, tree: PyTree, *, metadata: Mapping[str, PyTree] | None = None
+    path: str | Path, tree: PyTree, *, metadata: Mapping[str, object] | None = None
 ) -> None:
     """Saves the arrays of a PyTree as a nested dict, with Orbax.
 
@@ -163,8 +163,8 @@ def _one_writer(directory: Path) -> Iterator[None]:
 
 
 def arrays_and_document(
-    tree: PyTree, metadata: Mapping[str, PyTree]
-) -> tuple[dict[Names, np.ndarray | jax.Array], dict[str, PyTree]]:
+    tree: PyTree, metadata: Mapping[str, object]
+) -> tuple[dict[Names, np.ndarray | jax.Array], JSONObject]:
     """The arrays of a tree, and the JSON document that is saved next to them."""
     arrays: dict[Names, np.ndarray | jax.Array] = {}
     kinds: dict[str, dict[str, object]] = {}  # to read them from the arrays' files takes longer
@@ -295,7 +295,7 @@ def load_checkpoint(
 
 def load_arrays(
     path: Path,
-    document: Mapping[str, PyTree],
+    document: JSONObject,
     like: PyTree | None,
     *,
     shardings: PyTree[NamedSharding | None] | None = None,
@@ -360,7 +360,7 @@ def load_arrays(
     return jax.tree_util.tree_map_with_path(lambda path, x: restored.get(_names(path), x), like)
 
 
-def _described_arrays(document: Mapping[str, PyTree]) -> dict[Names, jax.ShapeDtypeStruct] | None:
+def _described_arrays(document: JSONObject) -> dict[Names, jax.ShapeDtypeStruct] | None:
     """The shapes and dtypes of the arrays of a checkpoint by its JSON document; `None` if it does
     not have them, as those of earlier versions do not."""
     arrays: dict[Names, jax.ShapeDtypeStruct] = {}
@@ -386,7 +386,7 @@ def _check_read(
             )
 
 
-def _empty_arrays(path: Path, document: Mapping[str, PyTree]) -> dict[Names, np.ndarray]:
+def _empty_arrays(path: Path, document: JSONObject) -> dict[Names, np.ndarray]:
     """The arrays of a checkpoint that have no elements, from its JSON document."""
     try:
         empty: dict[Names, np.ndarray] = {}
@@ -456,7 +456,7 @@ def _inside(path: Path) -> str:
     return f'Its newest checkpoint is {newest}. `subtree="model"` loads only the model.'
 
 
-def read_metadata(path: Path) -> dict[str, PyTree]:
+def read_metadata(path: Path) -> JSONObject:
     """Reads the JSON document of a checkpoint."""
     file = path / METADATA / METADATA
     try:

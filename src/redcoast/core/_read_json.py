@@ -4,13 +4,16 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
+
+# An object of a JSON document. Who reads it knows the types of its values.
+JSONObject: TypeAlias = dict[str, Any]
 
 # Ten times the size of an index of a hundred thousand tensors.
 MOST_BYTES = 2**27
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JSONObject:
     """Reads the JSON object in a file.
 
     Raises `ValueError` that names the file if it does not contain a JSON object, is larger than 128

@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray, PyTree, UInt64
 from ..core._errors import check_integer, check_key, listed, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_next
+from ..core._read_json import JSONObject
 from ..distributed._kv_store import exchange, is_main
 from ..distributed._mesh import ambient_or_default
 from ._by_host import SplitByHost, read_part
@@ -62,7 +63,7 @@ class Batch(NamedTuple):
     step: int
     epoch_end: bool
     last: bool
-    state: dict[str, PyTree]
+    state: dict[str, Any]
 
 
 class Batches:
@@ -106,7 +107,7 @@ class Batches:
         if batch_size is None:
             batch_size = self._own_rows()
         self.batch_size: int = batch_size
-        self._state: dict[str, PyTree] = {}
+        self._state: JSONObject = {}
         self._loading: Iterator[tuple[Loaded, Loaded | None, bool]] | None = None
         self._closing = contextlib.ExitStack()
         self._stream_is_ahead = False  # of the last returned batch, since batches were prepared
@@ -243,12 +244,12 @@ class Batches:
             raise ValueError(_EMPTY)
         return [examples[i % len(examples)] for i in rows]
 
-    def get_state(self) -> dict[str, PyTree]:
+    def get_state(self) -> dict[str, Any]:
         """Returns the state after the last returned batch, which can be stored as JSON."""
         # A copy, which later batches do not change.
         return dict(self._state)
 
-    def recognise_examples(self, saved: Mapping[str, PyTree]) -> None:
+    def recognise_examples(self, saved: JSONObject) -> None:
         """Warns if the examples differ from a saved state's, for instance in their order.
 
         States that `gather_state` returns contain checksums of examples. This method reads a few
@@ -264,7 +265,7 @@ class Batches:
                 again = fingerprint(dataset, self.length)
                 warn_of_other_examples(before, self._fingerprint, again)
 
-    def gather_state(self, state: dict[str, PyTree]) -> dict[str, PyTree]:
+    def gather_state(self, state: JSONObject) -> JSONObject:
         """Returns a state for a checkpoint, with the places of all processes.
 
         All processes must call it if the examples are split by host.
@@ -278,7 +279,7 @@ class Batches:
         streams = dict(places)
         return {**state, "stream": {"parts": [streams[part] for part in range(self._parts)]}}
 
-    def _own_place(self, stream: dict[str, PyTree] | None) -> dict[str, PyTree] | None:
+    def _own_place(self, stream: JSONObject | None) -> JSONObject | None:
         """The position in the part that this process reads."""
         places = (stream or {}).get("parts")
         if places is None:
@@ -292,7 +293,7 @@ class Batches:
         return places[self._part]
 
     @hide_frames
-    def set_state(self, state: dict[str, PyTree], *, key: PRNGKeyArray | None = None) -> None:
+    def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
         """Sets the position, so that the next batch is the one after the given state.
 
         **Arguments:**

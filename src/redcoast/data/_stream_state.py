@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..core._read_json import JSONObject
 
-def encode_stream_state(state: PyTree) -> dict[str, PyTree]:
+
+def encode_stream_state(state: PyTree) -> JSONObject:
     """Encodes the state of an iterator for JSON.
 
     A state can be saved if it is plain data, bytes, or a tree of these and of arrays, such as
@@ -26,7 +28,7 @@ def encode_stream_state(state: PyTree) -> dict[str, PyTree]:
     return encoded
 
 
-def encode_if_storable(state: PyTree) -> dict[str, PyTree] | None:
+def encode_if_storable(state: PyTree) -> JSONObject | None:
     """Encodes a state for JSON; returns `None` if it cannot be."""
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
@@ -41,7 +43,7 @@ def encode_if_storable(state: PyTree) -> dict[str, PyTree] | None:
         return None
 
 
-def decode_stream_state(encoded: dict[str, PyTree]) -> PyTree:
+def decode_stream_state(encoded: JSONObject) -> PyTree:
     """Inverts `encode_stream_state`."""
     if "base64" in encoded:
         return base64.b64decode(encoded["base64"])
@@ -50,7 +52,7 @@ def decode_stream_state(encoded: dict[str, PyTree]) -> PyTree:
     return copy.deepcopy(encoded["plain"])
 
 
-def _encode(x: PyTree) -> dict[str, PyTree]:
+def _encode(x: PyTree) -> JSONObject:
     if x is None or isinstance(x, bool | int | float | str):
         return {"value": x}
     if isinstance(x, bytes):
@@ -74,7 +76,7 @@ def _encode(x: PyTree) -> dict[str, PyTree]:
     }
 
 
-def _decode(x: dict[str, PyTree]) -> PyTree:
+def _decode(x: JSONObject) -> PyTree:
     if "value" in x:
         return x["value"]
     if "bytes" in x:

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeGuard
 from jaxtyping import PyTree
 
 from ..core._owned import copied, memory_of
+from ..core._read_json import JSONObject
 from ._stream_state import (
     decode_stream_state,
     encode_if_storable,
@@ -177,7 +178,7 @@ class RepeatedStream(Stream):
         self._failed = False
         self._ahead = deque[PyTree]()
         self._reading, self._count = 0, 0  # the epoch that is read, and its examples so far
-        self._anchor: dict[str, PyTree] | None = None  # an encoded state of the source
+        self._anchor: JSONObject | None = None  # an encoded state of the source
         # The first and last example after the anchor, or without one after the last state, and
         # their number.
         self._since: list[PyTree] = []
@@ -209,7 +210,7 @@ class RepeatedStream(Stream):
                 break
         return list(map(copied, itertools.islice(self._ahead, count)))
 
-    def get_state(self) -> dict[str, PyTree]:
+    def get_state(self) -> JSONObject:
         if self._moved:
             self._state, self._moved = self._describe(), False
             # The state of the source does not include examples that were read ahead.
@@ -220,7 +221,7 @@ class RepeatedStream(Stream):
                 self._anchor, self._since = anchor, []
         return dict(self._state)
 
-    def set_state(self, state: dict[str, PyTree]) -> None:
+    def set_state(self, state: JSONObject) -> None:
         if not isinstance(state, dict) or not {"epoch", "count", "since"} <= set(state):
             raise ValueError(
                 f"The run was started with an iterator that has its own state, and "
@@ -243,7 +244,7 @@ class RepeatedStream(Stream):
             self._anchor = encode_if_storable(self._methods.save())
         self._state = dict(state)
 
-    def _describe(self) -> dict[str, PyTree]:
+    def _describe(self) -> JSONObject:
         first, last, number = self._since or (None, None, 0)
         checks = []
         if self._since:
@@ -256,7 +257,7 @@ class RepeatedStream(Stream):
             "checks": checks,
         }
 
-    def _go_to(self, state: dict[str, PyTree]) -> None:
+    def _go_to(self, state: JSONObject) -> None:
         """Reads up to a state, from the nearest position that restores the same examples."""
         count, epoch, since = (state[name] for name in ("count", "epoch", "since"))
         # If the source restores its state exactly, its next examples have the saved checksums.

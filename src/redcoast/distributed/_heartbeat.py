@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ..core._output import forgiving
+from ..core._read_json import JSONObject
 from ._coordinator import LOST, forget_others
 from ._kv_store import ProcessLost, failures, report_failure, reset_failures
 from ._private_jax import key_value_store
@@ -194,7 +195,7 @@ class _Watch:
             os._exit(LOST)
 
 
-def _publish(what: dict[str, Any]) -> None:
+def _publish(what: JSONObject) -> None:
     key = f"{_KEY}/{jax.process_index()}"
     key_value_store().key_value_set(key, json.dumps(what), allow_overwrite=True)
 

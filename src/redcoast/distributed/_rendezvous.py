@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..core._read_json import JSONObject
+
 _LONGEST = 65536  # bytes of a message
 _PATIENCE = 5.0  # seconds for one attempt to connect, and for a new connection to identify itself
 
@@ -100,7 +102,7 @@ def _listen(coordinator: str, loopback: bool, port: int, end: float) -> socket.s
 def _gather(
     server: socket.socket,
     accept: Callable[[], socket.socket],
-    me: dict[str, Any],
+    me: JSONObject,
     end: float,
     timeout: int | float,
 ) -> Members:
@@ -130,7 +132,7 @@ def _gather(
     return members
 
 
-def _admit(connection: socket.socket, me: dict[str, Any], members: Members) -> None:
+def _admit(connection: socket.socket, me: JSONObject, members: Members) -> None:
     """Adds a new connection to the members if it comes from a process of this job."""
     connection.settimeout(_PATIENCE)
     try:
@@ -176,14 +178,14 @@ def _tell(connections: Iterable[socket.socket], **message: Any) -> None:
             connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _read(stream: Any) -> dict[str, Any]:
+def _read(stream: Any) -> JSONObject:
     message = json.loads(stream.readline(_LONGEST) or b"null")
     if not isinstance(message, dict):
         raise ValueError("not a message")
     return message
 
 
-def _join(coordinator: str, me: dict[str, Any], end: float, timeout: int | float) -> int:
+def _join(coordinator: str, me: JSONObject, end: float, timeout: int | float) -> int:
     reason = "there was no time"
     while (left := end - time.monotonic()) > 0:
         try:
@@ -214,7 +216,7 @@ def _join(coordinator: str, me: dict[str, Any], end: float, timeout: int | float
     )
 
 
-def _answer(connection: socket.socket, end: float) -> dict[str, Any]:
+def _answer(connection: socket.socket, end: float) -> JSONObject:
     """The final message of process 0: `start`, `error`, or who was missing at the timeout."""
     stream, message = connection.makefile("rb"), {}
     while (left := end - time.monotonic()) > 0 and "missing" in (message or {"missing": ""}):

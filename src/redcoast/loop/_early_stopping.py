@@ -15,6 +15,7 @@ from ..checkpoint._tree import load_checkpoint
 from ..core._errors import check_choice, check_integer, check_kind
 from ..core._frames import hide_frames_of_init
 from ..core._pytree import join, split
+from ..core._read_json import JSONObject
 from ._evaluation import Evaluation
 from ._stop import ASKED, StopRequest
 
@@ -109,7 +110,7 @@ def complete_early_stopping(
 def best_so_far(
     early_stopping: EarlyStopping | None,
     checkpoints: Checkpoints | None,
-    saved: Mapping[str, PyTree] | None,
+    saved: JSONObject | None,
 ) -> "BestSoFar | None":
     """The best evaluation so far, with what a checkpoint has of it; `None` without early
     stopping."""
@@ -152,14 +153,14 @@ class BestSoFar:
         return self.since >= self.rule.patience
 
     @property
-    def saved(self) -> dict[str, PyTree]:
+    def saved(self) -> JSONObject:
         """The counters, as values that JSON supports."""
         value = self.value
         if self.step is None:
             value = None
         return {"step": self.step, "value": value, "since": self.since}
 
-    def restore(self, saved: Mapping[str, PyTree] | None) -> None:
+    def restore(self, saved: JSONObject | None) -> None:
         """Restores the counters of a checkpoint.
 
         If it has none, because the run did not use early stopping before, the best checkpoint

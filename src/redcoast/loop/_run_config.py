@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..core._errors import check_kind, local_path
+from ..core._read_json import JSONObject
 from ..core._tracing import abstract_key, trace_for
 from ..data._batches import Batches
 from ..sharding import Plan
@@ -28,7 +29,7 @@ def run_of_fit(
     data: Batches,
     state: TrainState,
     directory: Path | None,
-    saved: Mapping[str, PyTree] | None,
+    saved: JSONObject | None,
     is_over: bool,
 ) -> RunInfo:
     """The run of a call of `fit`, with all of its settings.
@@ -62,7 +63,7 @@ def run_info(
     *,
     directory: str | PathLike[str] | None = None,
     resumed: bool = False,
-    settings: Mapping[str, PyTree] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> RunInfo:
     """Describes a training run, for its loggers.
 

@@ -1,7 +1,7 @@
 """The set-up of a run before its first step."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from ..core._axis_types import with_auto_axes
 from ..core._errors import check_kind, noting, several, wrong_type
 from ..core._frames import warn
 from ..core._pytree import ARRAYS, leaf_paths
+from ..core._read_json import JSONObject
 from ..core._trainable import abstract_trainable
 from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
@@ -191,7 +192,7 @@ def restore_or_create(
     plan: Plan,
     abstract: TrainState,
     create: Callable[[PyTree], TrainState],
-) -> tuple[TrainState, dict[str, PyTree] | None]:
+) -> tuple[TrainState, JSONObject | None]:
     """The state of the newest checkpoint, and what was saved with it; or a new one, and `None`."""
     restored = checkpointer.restore(abstract, plan.shardings)
     if restored is None:
@@ -202,7 +203,7 @@ def restore_or_create(
 def place_data(
     data: Batches,
     state: TrainState,
-    saved: Mapping[str, PyTree] | None,
+    saved: JSONObject | None,
     checkpoints: Checkpoints | None,
 ) -> None:
     """Continues the data where the state does; `saved` is what a checkpoint has of it."""

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..core._read_json import JSONObject
 from ..models._base_config import TextConfig
 from ._neutral import is_neutral, is_off
 
 # A parsed `config.json`, or a part of it.
-Settings = dict[str, Any]
+Settings = JSONObject
 # The values of fields of a configuration, by name.
 Fields = dict[str, Any]
 # For each field of a configuration, the name of its setting; or this name and the default value of

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core._decoding import Decoding
+from ..core._read_json import JSONObject
 from ._grammar import Grammar
 
 
@@ -29,7 +30,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, dict[str, str | None]]]
     return error.status, {"error": body}
 
 
-Body = dict[str, Any]  # a JSON object
+Body = JSONObject
 
 
 def boolean(request: Body, name: str) -> bool:

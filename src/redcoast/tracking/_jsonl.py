@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat
 
 from ..core._errors import local_path
 from ..core._frames import hide_frames
-from ..core._read_json import open_regular
+from ..core._read_json import JSONObject, open_regular
 
 logger = logging.getLogger("redcoast")
 
@@ -123,7 +123,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
             f"{path} is a directory. Pass the path of its file `metrics.jsonl`: "
             f"{path / 'metrics.jsonl'}."
         )
-    steps: dict[int, dict[str, Any]] = {}
+    steps: dict[int, JSONObject] = {}
     # A line that was cut off within a letter is no JSON either way.
     with io.TextIOWrapper(open_regular(path), "utf-8", "replace") as lines:
         for line in lines:

@@ -22,6 +22,7 @@ from typing import Any, SupportsFloat
 
 from ..core._errors import check_integer, check_number
 from ..core._output import say
+from ..core._read_json import JSONObject
 from ..core._user_functions import takes_keyword
 from ._jsonl import jsonl_logger
 from ._progress import ProgressLogger, progress_logger
@@ -138,7 +139,7 @@ def plain_data(value: object) -> Any:
     return getattr(value, "__name__", None) or str(value)
 
 
-def plain_config(config: object) -> dict[str, Any]:
+def plain_config(config: object) -> JSONObject:
     """The `config` that a user passes to a logger, as a dictionary. Raises if it cannot be one."""
     if config is None:
         return {}

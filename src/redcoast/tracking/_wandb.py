@@ -80,7 +80,7 @@ class WandbLogger:
             self.start(RunInfo())
         # The loop never waits for W&B: a full queue drops what comes.
         if self._queue.qsize() < self._queue_size:
-            entry: dict[str, Any] = {**metrics, "step": step}
+            entry: dict[str, object] = {**metrics, "step": step}
             for name, value in metrics.items():
                 if isinstance(value, np.ndarray):
                     # The caller may write into it before W&B reads it.
@@ -162,7 +162,7 @@ class WandbLogger:
             if not self._inert:
                 self._give_up(f"W&B failed ({type(error).__name__}: {error})")
 
-    def _send(self, session: Any, entry: dict[str, Any]) -> None:
+    def _send(self, session: Any, entry: dict[str, object]) -> None:
         try:
             session.log(entry)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -14,9 +14,10 @@ import os
 # JAX reads these when it is first imported; no accelerator is looked for.
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ import redcoast as rc
 from redcoast import models
 from redcoast.core._target import compiling_for
 from redcoast.core._tracing import without_ambient_mesh
-from redcoast.dryrun._devices import planner_hardware, target_place
+from redcoast.dryrun._devices import Place, planner_hardware, target_place
 from redcoast.dryrun._job import make_job, plan_job, trace_job
 from redcoast.dryrun._links import axis_bandwidths, slow_axes
 from redcoast.dryrun._step_time import estimate_step_time
@@ -229,6 +230,14 @@ def at_depth(case: Case, layers: int) -> Case:
     return dataclasses.replace(case, model=dataclasses.replace(case.model, layers=layers))
 
 
+@contextlib.contextmanager
+def compiling_ahead(target: str) -> Iterator[Place]:
+    """Programs that are traced inside are for the devices of a target, which are not there."""
+    place = target_place(target)
+    with without_ambient_mesh(), compiling_for(place.device):
+        yield place
+
+
 def compile_case(case: Case) -> Figures:
     config = dataclasses.replace(case.model, remat=case.remat, unroll=case.unroll)
     tokens = jax.ShapeDtypeStruct((case.rows, TOKENS), jnp.int32)
@@ -236,8 +245,7 @@ def compile_case(case: Case) -> Figures:
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         return rc.losses.cross_entropy(model(batch["tokens"]), batch["targets"])
 
-    place = target_place(case.target)
-    with without_ambient_mesh(), compiling_for(place.device):
+    with compiling_ahead(case.target) as place:
         job = make_job(
             lambda key: CLASSES[type(config)](config, key=key),
             loss_fn,

@@ -27,10 +27,10 @@ import tyro
 import redcoast as rc
 from redcoast import losses
 from redcoast.models import Llama, LlamaConfig
-from redcoast_cli._usage import mesh_sizes
 
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
+from _options import mesh_sizes
 
 HEAD = ["mesh", "tokens", "difference", "exact", "rollout, s", "exact, s", "updates, s", "exact, s"]
 

@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 import tyro
 from _pages import Printed
+from accelerators import compiling_ahead
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
-
-from redcoast.core._target import compiling_for
-from redcoast.dryrun._devices import target_place
 
 LAYERS, WIDTH, ROWS = 8, 4096, 8192
 TARGETS = "h100:1", "a100-80gb:1", "v5e:1x1"
@@ -73,15 +71,12 @@ def compiled_memory(target: str, policy: Callable[..., bool] | None, unroll: int
         x, _ = jax.lax.scan(body, x, weights, unroll=unroll)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    place = target_place(target)
-    whole = NamedSharding(place.mesh({"data": 1}), P())
-    shapes = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
-        for shape in ((LAYERS, WIDTH, WIDTH), (ROWS, WIDTH))
-    ]
-    with compiling_for(place.device):
-        compiled = jax.jit(jax.grad(loss), out_shardings=whole).lower(*shapes).compile()
-    return compiled.memory_analysis()
+    with compiling_ahead(target) as place:
+        whole = NamedSharding(place.mesh({"data": 1}), P())
+        weights = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16, sharding=whole)
+        x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16, sharding=whole)
+        lowered = jax.jit(jax.grad(loss), out_shardings=whole).lower(weights, x)
+    return lowered.compile().memory_analysis()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from accelerators import (
     Case,
     Figures,
     compile_lowered,
+    compiling_ahead,
     measure,
 )
 
@@ -32,10 +33,6 @@ from _pages import Printed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
-
-from redcoast.core._target import compiling_for
-from redcoast.core._tracing import without_ambient_mesh
-from redcoast.dryrun._devices import target_place
 
 FSDP = {"target": "h100:8", "mesh": {"data": 1, "fsdp": 8}, "depths": (2, 4)}
 CASES = {
@@ -84,8 +81,7 @@ def ratios(name: str, ours: Figures, other: Figures) -> str:
 
 
 def compile_plain(case: Case) -> Figures:
-    place = target_place(case.target)
-    with without_ambient_mesh(), compiling_for(place.device):
+    with compiling_ahead(case.target) as place:
         mesh = place.mesh(case.mesh)
         lowered = lower_plain(case, mesh)
     return compile_lowered(lowered, case.target, mesh)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -37,8 +38,8 @@ def skip_barrier_on_error() -> None:
     """
     before = sys.excepthook
 
-    def leave(*error: Any) -> None:
-        before(*error)
+    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
         # An interactive session also prints errors by this hook, and continues.
         if not hasattr(sys, "ps1"):
             forget_connections()
@@ -49,7 +50,7 @@ def skip_barrier_on_error() -> None:
 class Service:
     """The handle of the service in process 0."""
 
-    def __init__(self, address: str, count: int, **options: Any):
+    def __init__(self, address: str, count: int, **options: object):
         # Lost processes are detected by heartbeats between the processes, not by JAX.
         arguments = json.dumps([address, count, LINGER, {**options, "recoverable": True}])
         self._process = subprocess.Popen(

@@ -43,7 +43,7 @@ def provide_threads(count: int | None = None) -> None:
         numbers = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
         if numbers:
             flagged = int(numbers[-1])  # XLA takes the last of several
-        configured: Any = getattr(jax.config, "jax_num_cpu_devices", -1)
+        configured: int = getattr(jax.config, "jax_num_cpu_devices", -1)
         count = max(flagged, configured or 0)
     global _provided
     if count > 1 and not has_chosen_devices() and os.environ.get("NPROC") in (None, _provided):

@@ -42,7 +42,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
+def exchange(topic: str, value: object, *, timeout: float = TIMEOUT) -> list[Any]:
     """Gathers a value from all processes, all of which must call this.
 
     The value is of a type that JSON supports, and `topic` is what it is, for messages. Returns the
@@ -105,7 +105,7 @@ def _failed() -> str:
     return f"redcoast/failed/{_run}"
 
 
-def decide(topic: str, value: Any) -> Any:
+def decide(topic: str, value: object) -> Any:
     """Returns the value of process 0 in all processes."""
     own = None
     if is_main():

@@ -6,12 +6,12 @@ errors.
 """
 
 import contextlib
+import io
 import json
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from ..core._read_json import JSONObject
 
@@ -171,14 +171,14 @@ def _is_there(connection: socket.socket) -> bool:
         return False
 
 
-def _tell(connections: Iterable[socket.socket], **message: Any) -> None:
+def _tell(connections: Iterable[socket.socket], **message: object) -> None:
     for connection in connections:
         connection.settimeout(_PATIENCE)
         with contextlib.suppress(OSError):
             connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _read(stream: Any) -> JSONObject:
+def _read(stream: io.BufferedIOBase) -> JSONObject:
     message = json.loads(stream.readline(_LONGEST) or b"null")
     if not isinstance(message, dict):
         raise ValueError("not a message")

@@ -5,8 +5,6 @@ of their log-probabilities, finished ones by this sum divided by a power of thei
 `early_stopping` determines when a row ends.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -60,7 +58,7 @@ class Candidates(eqx.Module):
 
 def search_beams(
     model: PyTree, read: ReadPrompt, request: Request
-) -> tuple[Int[Array, "results room"], Any]:
+) -> tuple[Int[Array, "results room"], PyTree]:
     """Returns the best hypotheses of each row, `copies` of them, and the cache."""
     logits, cache = first_logits(model, read, request), read.cache
     prompt = jnp.asarray(read.prompt)

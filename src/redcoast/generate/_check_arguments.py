@@ -4,7 +4,6 @@ import functools as ft
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +122,7 @@ def check_model(model: PyTree) -> None:
         )
 
 
-def as_prompts(tokens: Any) -> Any:
+def as_prompts(tokens: object) -> object:
     """Converts prompts that are lists of integers to an array; other prompts are not changed.
 
     Raises `ValueError` if the lists have different lengths.
@@ -150,12 +149,13 @@ def _are_tokens(items: Sequence[object]) -> bool:
     return all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in items)
 
 
-def check_prompt(model: PyTree, tokens: Any, mask: Any) -> None:
-    """Raises if the prompts are not a matrix of token ids, or if a row has no real token.
+def check_prompt(model: PyTree, tokens: object, mask: object) -> AnyArray:
+    """Returns the prompts. Raises if they are not a matrix of token ids, or if a row has no real
+    token.
 
     The values of arrays are only checked if they are known, which they are not while tracing.
     """
-    _check_array("tokens", tokens)
+    tokens = _as_array("tokens", tokens)
     if 0 in tokens.shape:
         raise ValueError(
             f"`tokens` has shape {tokens.shape}, so it is empty. Pass at least one row with at "
@@ -167,14 +167,14 @@ def check_prompt(model: PyTree, tokens: Any, mask: Any) -> None:
                 f"`mask` marks real tokens, but `tokens` has shape {tokens.shape} and is not a "
                 "matrix of tokens. Pass no `mask` with images or sounds."
             )
-        return
+        return tokens
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"`tokens` has dtype {tokens.dtype} and shape {tokens.shape}. It must hold integers "
             "and have the shape (batch, seq)."
         )
     if mask is not None:
-        _check_mask(tokens, mask)
+        mask = _as_mask(tokens, mask)
         if is_known(mask):
             empty = np.flatnonzero(~np.asarray(mask).astype(bool).any(axis=1))
             if empty.size:
@@ -183,9 +183,10 @@ def check_prompt(model: PyTree, tokens: Any, mask: Any) -> None:
                     "such as the beginning-of-sequence token."
                 )
     _check_vocabulary(model, tokens, mask)
+    return tokens
 
 
-def check_rows_to_score(model: PyTree, tokens: Any, mask: Any) -> None:
+def check_rows_to_score(model: PyTree, tokens: object, mask: object) -> None:
     """Raises if these are no rows of tokens whose log-probabilities a decoder can compute."""
     refuse_state(model, "log_probabilities")
     if hasattr(model, "encode") or not (hasattr(model, "hidden") and hasattr(model, "unembed")):
@@ -194,18 +195,18 @@ def check_rows_to_score(model: PyTree, tokens: Any, mask: Any) -> None:
             f"{type(model).__name__}. For other models, pass hidden states to "
             "`redcoast.losses.token_log_probabilities`."
         )
-    _check_array("tokens", tokens)
+    tokens = _as_array("tokens", tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
         raise ValueError(
             f"`tokens` has dtype {tokens.dtype} and shape {tokens.shape}. It must hold integers "
             "and have the shape (batch, seq), with at least one row and one column."
         )
     if mask is not None:
-        _check_mask(tokens, mask)
+        mask = _as_mask(tokens, mask)
     _check_vocabulary(model, tokens, mask)
 
 
-def _check_array(name: str, x: object) -> None:
+def _as_array(name: str, x: object) -> AnyArray:
     if not isinstance(x, np.ndarray | jax.Array):
         kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
         way = ""
@@ -215,10 +216,11 @@ def _check_array(name: str, x: object) -> None:
             way = " Encode text with the tokenizer of the model."
         raise TypeError(f"`{name}` is of type {kind}. It must be a NumPy or JAX array.{way}")
     check_unmasked(x, f"`{name}`")
+    return x
 
 
-def _check_mask(tokens: AnyArray, mask: Any) -> None:
-    _check_array("mask", mask)
+def _as_mask(tokens: AnyArray, mask: object) -> AnyArray:
+    mask = _as_array("mask", mask)
     if mask.shape != tokens.shape:
         raise ValueError(
             f"`mask` has shape {mask.shape}, but `tokens` has shape {tokens.shape}. They must be "
@@ -226,6 +228,7 @@ def _check_mask(tokens: AnyArray, mask: Any) -> None:
         )
     if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
         raise ValueError(f"`mask` has dtype {mask.dtype}. It must hold booleans or integers.")
+    return mask
 
 
 def _check_vocabulary(model: PyTree, tokens: AnyArray, mask: AnyArray | None) -> None:

@@ -1,7 +1,5 @@
 """Decoding to the end: in one program after the prompt, or as a part of a traced program."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +92,7 @@ def trim(new: Padded, count: int) -> Result:
     if isinstance(jax.tree.leaves(new)[0], Tracer):
         return jax.tree.map(lambda x: x[:, :count], new)
     # Cut on the host: on the devices each number of columns would be compiled.
-    host: Any = jax.tree.map(lambda x: whole(x)[:, :count], new)
+    host: PyTree = jax.tree.map(lambda x: whole(x)[:, :count], new)
     if isinstance(host, Generated):
         check_generated(np.asarray(host.tokens))
     else:

@@ -10,7 +10,6 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +132,7 @@ _score_compiled = jax.jit(_score, static_argnums=3)
 
 
 def _in_blocks(
-    run: Callable[[Any, Any], PyTree], shared: PyTree, rows: PyTree, mesh: AnyMesh
+    run: Callable[[PyTree, PyTree], PyTree], shared: PyTree, rows: PyTree, mesh: AnyMesh
 ) -> PyTree:
     """Computes `run(shared, rows)` for blocks of rows, one after the other on each device.
 

@@ -49,8 +49,8 @@ def generate(
     mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
     rows: int | None = None,
     exact: bool = False,
-    stream: Callable[[Int[np.ndarray, " results"]], Any] | None = None,
-    stop: Callable[[Int[np.ndarray, " new"]], Any] | None = None,
+    stream: Callable[[Int[np.ndarray, " results"]], object] | None = None,
+    stop: Callable[[Int[np.ndarray, " new"]], object] | None = None,
     **options: Any,
 ) -> Int[Array, "results new"] | Generated:
     """Generates tokens with a model, by greedy decoding, sampling or beam search.
@@ -141,7 +141,7 @@ def generate(
     from ._row_turns import decode_in_turn
     from ._streaming import decode_streaming
 
-    prompts: Any = as_prompts(tokens)
+    prompts = as_prompts(tokens)
     devices = explicit_mesh_of((prompts, model))
     model, prompts, mask, key = on_auto_axes((model, prompts, mask, key))
     with auto_ambient_mesh():
@@ -153,7 +153,7 @@ def generate(
         if exact:
             check_exact(model)
             check_exact_options(chosen.beams, rows, stream, stop)
-        check_prompt(model, prompts, mask)
+        prompts = check_prompt(model, prompts, mask)
         check_positions(model, prompts, mask, chosen.prefix, max_new_tokens)
         traced = is_traced((model, prompts, mask, key))
         results = prompts.shape[0] * chosen.num_return_sequences

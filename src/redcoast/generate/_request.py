@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import numpy as np
@@ -77,7 +77,7 @@ class Request(eqx.Module):
     pad: int = eqx.field(static=True)
     copies: int = eqx.field(static=True)
     scored: bool = eqx.field(static=True)
-    early_stopping: Any = eqx.field(static=True)
+    early_stopping: bool | Literal["never"] = eqx.field(static=True)
     forced_bos: int | None = eqx.field(static=True)
     forced_eos: tuple[int, ...] = eqx.field(static=True)
     ngram: int = eqx.field(static=True)
@@ -85,7 +85,7 @@ class Request(eqx.Module):
     begin_suppress: tuple[int, ...] = eqx.field(static=True)
     prefix: tuple[int, ...] = eqx.field(static=True)
     bad_words: tuple[tuple[int, ...], ...] = eqx.field(static=True)
-    logits_fn: Callable[..., Any] | None = eqx.field(static=True)
+    logits_fn: Callable[..., Array] | None = eqx.field(static=True)
 
     @property
     def needs_history(self) -> bool:
@@ -95,7 +95,7 @@ class Request(eqx.Module):
 
 
 def choose_decoding(
-    config: Any, decoding: Decoding | None, options: dict[str, Any], key: PRNGKeyArray | None
+    config: object, decoding: Decoding | None, options: Mapping[str, Any], key: PRNGKeyArray | None
 ) -> Decoding:
     """Returns the given decoding, or else the decoding of the configuration, with `options`.
 
@@ -104,7 +104,7 @@ def choose_decoding(
     _check_options(options)
     if key is not None:
         check_key(key)
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     if decoding is not None:
         base = decoding
     else:
@@ -122,7 +122,7 @@ def choose_decoding(
     return chosen
 
 
-def decoding_of(config: Any) -> Decoding | None:
+def decoding_of(config: object) -> Decoding | None:
     """The default options of a model, or None if its configuration has none."""
     decoding = getattr(config, "decoding", None)
     if decoding is not None:
@@ -150,7 +150,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 
 def make_request(
-    config: Any,
+    config: object,
     d: Decoding,
     *,
     max_new_tokens: int,

@@ -2,7 +2,6 @@
 
 import functools as ft
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,8 +27,8 @@ from ._sampling import Last, advance
 # The programs of steps that were called: for what model, where, and for which cache and options.
 _COMPILED: set[tuple[object, ...]] = set()
 
-Stream = Callable[[Int[np.ndarray, " batch"]], Any]
-Stop = Callable[[Int[np.ndarray, " new"]], Any]
+Stream = Callable[[Int[np.ndarray, " batch"]], object]
+Stop = Callable[[Int[np.ndarray, " new"]], object]
 
 
 def decode_streaming(

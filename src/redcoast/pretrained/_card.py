@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from ._settings import Settings
 
@@ -21,7 +20,7 @@ _TASKS = {
 }
 
 
-def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameters: int) -> str:
+def make_card(facts: Mapping[str, object], settings: Settings, name: str, parameters: int) -> str:
     """Returns a model card with `facts` about a model (see `save_pretrained`), the settings of its
     `config.json`, the name of its directory and the number of its parameters."""
     architecture = (settings.get("architectures") or ["model"])[0]
@@ -49,7 +48,7 @@ def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameter
     return "\n".join(lines)
 
 
-def check_card(card: Any) -> None:
+def check_card(card: object) -> None:
     """Raises if a card is not a mapping from names to values that JSON supports."""
     if not isinstance(card, Mapping) or not all(isinstance(key, str) for key in card):
         raise TypeError(

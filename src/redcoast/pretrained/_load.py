@@ -104,7 +104,7 @@ def load(
     if platforms == {"cpu"}:
         # Arrays of CPU devices are in the host's memory, and are written there at once.
         fill = partial(fill_host, stored=stored, most=_piece_elements(stored, dtype, 2**22))
-    filled: dict[str, Any] = {}
+    filled: dict[str, PyTree] = {}
     if quantise is not None:
         matrices: dict[str, ArrayToRead] = {}
         for name, target in targets.items():

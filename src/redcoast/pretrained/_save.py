@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from ..core._durable_files import sync_name, sync_tree
 from ..core._pytree import leaf_paths
@@ -54,7 +54,7 @@ Part = tuple[str, tuple[int, ...]]  # the path of an array, and an index in its 
 
 
 def save(
-    model: Any,
+    model: PyTree,
     path: Path,
     tokenizer: Path | None,
     card: Mapping[str, object] | None,
@@ -133,7 +133,7 @@ def save(
     _on_first(ft.partial(_finish, others, work, path), "finished")
 
 
-def _check_model(model: Any) -> dict[str, Any]:
+def _check_model(model: PyTree) -> dict[str, PyTree]:
     """Returns the arrays of a model, after checking them against its configuration."""
     if adapted := leaf_paths(model, LowRank):
         raise ValueError(
@@ -244,7 +244,7 @@ def _barrier(name: str) -> None:
     multihost_utils.sync_global_devices(f"redcoast.save_pretrained {name}")
 
 
-def take(parts: list[Part], leaves: Mapping[str, Any]) -> list[Any]:
+def take(parts: list[Part], leaves: Mapping[str, PyTree]) -> list[PyTree]:
     """Returns the parts of one tensor as arrays that this process can read.
 
     All processes must call this.
@@ -252,7 +252,7 @@ def take(parts: list[Part], leaves: Mapping[str, Any]) -> list[Any]:
     return [_slice(leaves[path], index) for path, index in parts]
 
 
-def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
+def _slice(leaf: PyTree, index: tuple[int, ...]) -> jax.Array:
     """Indexes the leading dimensions of an array; the result is readable by this process."""
     if not isinstance(leaf, jax.Array):
         return leaf[index]
@@ -268,7 +268,7 @@ def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
 
 
 @ft.lru_cache
-def _copy_into(sharding: Sharding | None) -> Any:
+def _copy_into(sharding: Sharding | None) -> Callable[[jax.Array, np.ndarray], jax.Array]:
     # Arrays that are not stacked are copied too: JAX caches the host's copy for the lifetime of an
     # array, and this copy is dropped soon.
     return jax.jit(lambda leaf, at: jnp.copy(leaf[tuple(at)]), out_shardings=sharding)

@@ -4,10 +4,10 @@ import functools as ft
 import itertools as it
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..models._inputs import AnyArray
 from ._tensors import Tensor, factor_sizes, product_of, ranges, tensor_name, tensor_sizes
 
 Box = tuple[slice, ...]
@@ -29,8 +29,8 @@ class SlicesToBox:
     trim: tuple[Span, ...]  # of each dimension
     shape: tuple[int, ...]  # of the box
 
-    def __call__(self, read: Any) -> Any:
-        x = read.reshape(self.split)[_slices(self.cut)]
+    def __call__(self, tensors: AnyArray) -> AnyArray:
+        x = tensors.reshape(self.split)[_slices(self.cut)]
         x = x.transpose(self.order).reshape(self.merged)
         return x[_slices(self.trim)].reshape(self.shape)
 

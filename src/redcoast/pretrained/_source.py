@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+
+import jax
 
 from ..core._errors import several
 from ..core._frames import warn
@@ -33,7 +34,9 @@ def check_layers(settings: Settings, tensors: int, path: Path) -> None:
             )
 
 
-def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Path) -> None:
+def check_elements(
+    arrays: Iterable[jax.ShapeDtypeStruct], stored: Mapping[str, Stored], path: Path
+) -> None:
     """Raises if the model has many more parameters than the files, or arrays without elements."""
     # Before memory is allocated: an array of wrong settings may be larger than any device.
     sizes = [prod(x.shape) for x in arrays]

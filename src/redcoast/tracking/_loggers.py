@@ -337,7 +337,7 @@ def takes_state(log: Callable[..., object]) -> bool:
     return takes_keyword(log, "state")
 
 
-def may_stop(log: Any) -> bool:
+def may_stop(log: object) -> bool:
     """Returns whether a logger may return `STOP`. Those of this package do not."""
     return not _is_own(log)
 

@@ -15,7 +15,7 @@ class Handle(Protocol):
     def update(self, obj: object) -> None: ...
 
 
-Show = Callable[[Any], Handle]
+Show = Callable[[object], Handle]
 
 
 def notebook_display() -> Show | None:

@@ -1,10 +1,10 @@
 """A logger that writes event files for TensorBoard."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Protocol, SupportsFloat
 
 from ..core._errors import local_path
 from ..core._frames import hide_frames
@@ -12,14 +12,24 @@ from ..core._packages import require_package
 from ._loggers import RunInfo, join_run
 
 
+class Writer(Protocol):
+    """What is used of tensorboardX's `SummaryWriter`."""
+
+    def add_text(self, tag: str, text_string: str, global_step: int, /) -> None: ...
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class TensorboardLogger:
     """The logger that `tensorboard_logger` creates."""
 
     wants_rates = True
 
-    def __init__(self, path: Path, writer_class: Any):
-        self._path, self._class = path, writer_class
-        self._writer: Any | None = None
+    def __init__(self, path: Path, make_writer: Callable[[str], Writer]):
+        self._path, self._make_writer = path, make_writer
+        self._writer: Writer | None = None
 
     def start(self, run: RunInfo) -> None:
         writer = self._open()
@@ -42,9 +52,9 @@ class TensorboardLogger:
         if writer is not None:
             writer.close()
 
-    def _open(self) -> Any:
+    def _open(self) -> Writer:
         if self._writer is None:
-            self._writer = self._class(str(self._path))
+            self._writer = self._make_writer(str(self._path))
         return self._writer
 
 

@@ -52,8 +52,8 @@ class TrackioLogger:
         if arguments.get("name") is None:
             arguments["name"] = saved.get("name", run.directory.name)
         run.directory.mkdir(parents=True, exist_ok=True)
-        kept = {name: arguments[name] for name in ("name", "project")}
-        file.write_text(json.dumps(kept) + "\n", "utf-8")
+        run_id = {name: arguments[name] for name in ("name", "project")}
+        file.write_text(json.dumps(run_id) + "\n", "utf-8")
         return arguments
 
 

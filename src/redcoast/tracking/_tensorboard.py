@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Protocol, SupportsFloat
+from typing import Protocol, SupportsFloat, runtime_checkable
 
 from ..core._errors import local_path
 from ..core._frames import hide_frames
@@ -12,6 +12,7 @@ from ..core._packages import require_package
 from ._loggers import RunInfo, join_run
 
 
+@runtime_checkable
 class Writer(Protocol):
     """What is used of tensorboardX's `SummaryWriter`."""
 

@@ -13,10 +13,9 @@ these are the rules of Megatron-LM (arXiv:1909.08053, section 3).
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import gcd, prod
-from operator import attrgetter
 from typing import Literal
 
 import equinox as eqx
@@ -35,6 +34,9 @@ _OUTPUT = re.compile(
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "kv_heads")
 
+Side = Literal["column", "row"]  # the outputs, or the inputs
+Matrices = list[WeightMatrix]
+
 
 @dataclass(frozen=True)
 class ModelSharding:
@@ -47,10 +49,6 @@ class ModelSharding:
     dim: int | None
     reason: str
     outer: int | None = None
-
-
-Side = Literal["column", "row"]
-Matrices = list[WeightMatrix]
 
 
 def indivisible(what: str, size: int, n: int) -> str:
@@ -72,36 +70,39 @@ class Rules:
 
     def shard_tree(self) -> None:
         """Shards all matrices of the tree, and their biases."""
-        matrices = self.tree.blocks[-1].below
         outside: list[Block] = []
         # Layers show the width of the residual stream, by which the ends of a model are known.
         for block in self.tree.blocks:
             if any(map(_is_in_layer, filter(None, block.near))):
-                self._shard_block(block, self.widths(block.below))
+                self._shard_block(block)
             else:
                 outside.append(block)
         if self.splits:
-            self._shard_ends(matrices)
+            self._shard_ends()
         for block in outside:
-            self._shard_block(block, self.widths(matrices))
-        self._shard_ends(matrices)
+            self._shard_block(block)
+        self._shard_ends()
         # A matrix without a partner is sharded on its output, if it is divisible and large.
-        for matrix in self._undecided(matrices):
+        for matrix in self._undecided(self.tree.matrices):
             elements = prod(matrix.leaf.shape[matrix.stack :])
-            if matrix.out_size in self.widths(matrices):
+            if matrix.out_size in self.widths():
                 reason = "no matrix follows to pair with, and its output is replicated"
                 self._replicate(matrix, reason)
             elif elements < LARGE:
                 self._replicate(matrix, f"small, {elements:,} elements")
             else:
-                self._shard(matrix, "column", "output")
+                self._shard(matrix, "column")
 
-    def widths(self, matrices: Iterable[WeightMatrix]) -> set[int]:
-        """The sizes of sides that are not sharded: widths of the residual stream."""
+    def widths(self, block: Block | None = None) -> set[int]:
+        """The sizes of sides that are not sharded, in a block: widths of the residual stream."""
+        depth = 0
+        if block is not None:
+            depth = len(block.node.path)
         widths: set[int] = set()
-        for matrix in matrices:
+        for matrix in self.tree.matrices:
             split = self.splits.get(matrix.leaf.index)
-            if split is not None and split.outer is not None:
+            is_inside = block is None or matrix.leaf.path[:depth] == block.node.path
+            if is_inside and split is not None and split.outer is not None:
                 widths.add(split.outer)
         return widths
 
@@ -111,39 +112,33 @@ class Rules:
         return [matrix for matrix in present if matrix.leaf.index not in self.splits]
 
     def _linear(self, block: Block) -> Matrices:
-        """The matrices near a block without a split, but for tables and kernels."""
+        """The matrices of a block without a split, but for tables and kernels."""
         return [matrix for matrix in self._undecided(block.near) if matrix.kind == "linear"]
 
-    def _shard_block(self, block: Block, widths: set[int]) -> None:
-        """Shards the matrices near a block. `widths` are known ones of the residual stream."""
+    def _shard_block(self, block: Block) -> None:
         # Layers in a list are a chain, which may be sharded on any size.
         if block.node.ordered:
-            self._shard_chains(block, set())
+            self._shard_chains(block.near, set())
             return
         # A dimension of heads or experts shows which side is the width. It is never split itself.
         for matrix in self._linear(block):
             if len(matrix.outs) == 2:
-                self._shard(matrix, "column", "heads or experts")
+                self._shard(matrix, "column")
             elif len(matrix.ins) == 2:
-                self._shard(matrix, "row", "heads or experts")
+                self._shard(matrix, "row")
         linear = self._linear(block)
         if isinstance(block.node.owner, eqx.nn.MultiheadAttention) and len(linear) == 4:
             self._shard_together(block, linear[:3], linear[3:])
         elif linear:
-            self._shard_residual(block, widths)
-        self._shard_chains(block, widths | self.widths(block.below))
+            self._shard_residual(block, linear)
+        widths = self.widths(block)
+        self._shard_chains(block.near, widths)
         # A dict is sorted by name, which may be the other way round.
         if isinstance(block.node.owner, dict):
-            self._shard_chains(replace(block, near=block.near[::-1]), widths)
+            self._shard_chains(block.near[::-1], widths)
 
     def _shard(
-        self,
-        matrix: WeightMatrix,
-        side: Side,
-        reason: str,
-        *,
-        fused: int = 1,
-        heads: int | None = None,
+        self, matrix: WeightMatrix, side: Side, fused: int = 1, heads: int | None = None
     ) -> None:
         """Shards a matrix on its output (column-parallel) or on its input (row-parallel).
 
@@ -164,7 +159,7 @@ class Rules:
         elif size % (self.n * fused):
             self._replicate(matrix, indivisible(what, size // fused, self.n), outer)
         else:
-            self.splits[matrix.leaf.index] = ModelSharding(dim, f"{side}-parallel, {reason}", outer)
+            self.splits[matrix.leaf.index] = ModelSharding(dim, f"{side}-parallel", outer)
             if matrix.bias is None:
                 return
             # The bias of a column-parallel matrix is added to the outputs, and sharded like these.
@@ -182,17 +177,17 @@ class Rules:
         if matrix.bias is not None:
             self.splits[matrix.bias.index] = ModelSharding(None, "like its matrix")
 
-    def _shard_residual(self, block: Block, widths: set[int]) -> None:
+    def _shard_residual(self, block: Block, linear: Matrices) -> None:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
-        linear = self._linear(block)
         # The size that most of them have on one side; ties go by the other matrices of the layer,
         # and then to the smaller one, as in a block of a single pair.
         sizes: Counter[int] = Counter()
         for matrix in linear:
-            # A square matrix counts once.
-            sizes.update({matrix.in_size, matrix.out_size})
-        in_layer = self.tree.sides[layer_of(linear[0].leaf)]
+            sizes.update({matrix.in_size, matrix.out_size})  # a square matrix counts once
+        widths, in_layer = self.widths(block), self.tree.sides[layer_of(linear[0].leaf)]
         width = max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
+        # Neither another width nor the window of a convolution is the size between two.
+        no_inner = {*widths, *WINDOWS} - {width}
         squares: Matrices = []
         reading: Matrices = []
         writing: Matrices = []
@@ -201,19 +196,18 @@ class Rules:
                 squares.append(matrix)
             elif matrix.in_size == width:
                 reading.append(matrix)
-            # Neither another width nor the window of a convolution is the size between two.
-            elif matrix.out_size == width and matrix.in_size not in {*widths, *WINDOWS}:
+            elif matrix.out_size == width and matrix.in_size not in no_inner:
                 writing.append(matrix)
         outputs = self._outputs(block, squares, reading, writing)
-        columns: Matrices = []
         rows = list(outputs)
-        for matrix in squares:
-            if outputs and matrix not in outputs:
-                columns.append(matrix)
-        read = [matrix.out_size for matrix in reading]
         for matrix in writing:
-            if matrix not in rows and any(_reads(size, matrix.in_size) for size in read):
+            is_read = any(_reads(x.out_size, matrix.in_size) for x in reading)
+            if is_read and matrix not in outputs:
                 rows.append(matrix)
+        columns: Matrices = []
+        if outputs:
+            columns += [matrix for matrix in squares if matrix not in outputs]
+        read = [matrix.out_size for matrix in reading]
         for matrix in reading:
             size = matrix.out_size
             # Keys and values may be narrower than queries, and are two.
@@ -230,16 +224,16 @@ class Rules:
 
         It is the one with such a name, or else the last of the square ones.
         """
+        depth = len(block.node.path)
         named: Matrices = []
         for matrix in (*squares, *writing):
-            names = matrix.leaf.path[len(block.node.path) :]
-            if any(map(_OUTPUT.fullmatch, names)):
+            if any(map(_OUTPUT.fullmatch, matrix.leaf.path[depth:])):
                 named.append(matrix)
         if named and len(squares) + len(reading) > 1:
             return named
         # Query, key and value may be in a block of their own, beside their output.
         parent = next(x for x in self.tree.blocks if x.node.path == block.node.path[:-1])
-        above = list(filter(attrgetter("is_square"), self._linear(parent)))
+        above = [matrix for matrix in self._linear(parent) if matrix.is_square]
         if len(squares) == 3 and len(above) == 1:
             return above
         # They may be fused in one matrix.
@@ -252,75 +246,72 @@ class Rules:
         """Shards matrices on their outputs, and others, which read these, on their inputs."""
         heads = _int_field(block.node.owner, _HEADS)
         kv_heads = _int_field(block.node.owner, _KV_HEADS) or heads
-        partners = dict.fromkeys(map(id, rows), columns[-1])
         for matrix in columns:
-            size = matrix.out_size
             # As many equal parts as a gate and its value, or query, key and value, in one matrix.
-            parts = [size // gcd(size, row.in_size) for row in rows]
-            row = rows[parts.index(min(parts))]
-            partners[id(row)] = matrix
-            own_heads = heads
-            if size < row.in_size:
-                own_heads = kv_heads
-            reason = f"pairs with {_name_in(block, row)}"
-            self._shard(matrix, "column", reason, fused=min(parts), heads=own_heads)
+            size, read = matrix.out_size, [row.in_size for row in rows]
+            fused = min(size // gcd(size, inner) for inner in read)
+            if size < max(read):
+                self._shard(matrix, "column", fused, kv_heads)
+            else:
+                self._shard(matrix, "column", fused, heads)
         for matrix in rows:
-            reason = f"pairs with {_name_in(block, partners[id(matrix)])}"
-            self._shard(matrix, "row", reason, heads=heads)
+            self._shard(matrix, "row", heads=heads)
 
-    def _shard_chains(self, block: Block, widths: set[int]) -> None:
-        """Shards chains of matrices, each the input of the next: column, row, column, row."""
-        near: list[WeightMatrix | None] = [None]
-        for matrix in block.near:
-            near.append(matrix)
-            if matrix is not None and (matrix.kind == "table" or not self._undecided([matrix])):
-                near[-1] = None
-        column = None  # the matrix before, if it is column-parallel
-        for before, matrix, after in zip(near, near[1:], [*near[2:], None], strict=False):
-            ends = not _follows(matrix, after)
-            if matrix is None or (ends and not _follows(before, matrix)):
-                column = None  # `shard_tree` shards a matrix that is not in a chain
-            elif column is not None:
-                self._shard(matrix, "row", f"pairs with {_name_in(block, column)}")
-                column = None
+    def _shard_chains(self, near: Sequence[WeightMatrix | None], widths: set[int]) -> None:
+        """Shards chains of matrices, each of which reads the one before: column, row, column."""
+        chains: list[Matrices] = [[]]
+        for matrix in near:
+            if matrix is None or matrix.kind == "table" or not self._undecided([matrix]):
+                chains.append([])
+                continue
+            if chains[-1] and not _follows(chains[-1][-1], matrix):
+                chains.append([])
+            chains[-1].append(matrix)
+        for chain in chains:
+            self._shard_chain(chain, widths)
+
+    def _shard_chain(self, chain: Matrices, widths: set[int]) -> None:
+        if len(chain) < 2:
+            return  # `shard_tree` shards it
+        is_read_in_parts = False  # whether the matrix before is column-parallel
+        for matrix in chain:
+            if is_read_in_parts:
+                self._shard(matrix, "row")
+                is_read_in_parts = False
             elif matrix.out_size in widths:
                 continue  # `shard_tree` replicates it
-            elif after is not None and not ends:
-                self._shard(matrix, "column", f"pairs with {_name_in(block, after)}")
-                if self.splits[matrix.leaf.index].dim is not None:
-                    column = matrix
             # As the logits of a few classes.
-            elif matrix.out_size * _NARROW < matrix.in_size:
+            elif matrix is chain[-1] and matrix.out_size * _NARROW < matrix.in_size:
                 reason = f"output of {matrix.out_size} from {matrix.in_size}, narrow"
                 self._replicate(matrix, reason)
             else:
-                self._shard(matrix, "column", "output")
+                self._shard(matrix, "column")
+                is_read_in_parts = self.splits[matrix.leaf.index].dim is not None
 
-    def _shard_ends(self, matrices: Matrices) -> None:
+    def _shard_ends(self) -> None:
         """Shards tables and heads, which are outside of layers and have no bias, on the vocabulary.
 
         Tables of positions or types have fewer rows, and are replicated.
         """
-        most = max(self.widths(matrices), default=0)
-        ends: list[tuple[int, WeightMatrix]] = []
-        for matrix in self._undecided(matrices):
+        most = max(self.widths(), default=0)
+        ends: list[tuple[int, int, WeightMatrix]] = []
+        for matrix in self._undecided(self.tree.matrices):
             is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
             if matrix.kind == "table" or (matrix.is_flat and not is_known):
-                dim = self._vocabulary_dim(matrix, self.widths(matrices))
-                ends.append((dim, matrix))
+                dim = self._vocabulary_dim(matrix)
+                ends.append((matrix.leaf.shape[dim], dim, matrix))
                 most = max(most, matrix.leaf.shape[dim])
         # The largest first, since it is a vocabulary.
-        for dim, matrix in sorted(ends, key=lambda end: -end[1].leaf.shape[end[0]]):
-            size, outer = matrix.leaf.shape[dim], matrix.out_size
-            if dim in matrix.outs:
-                outer = matrix.in_size
+        for size, dim, matrix in sorted(ends, key=lambda end: -end[0]):
+            elements = matrix.in_size * matrix.out_size
+            outer = elements // size
             # Both sides may be widths, as of a pooler, or of what projects to another width.
-            is_between = matrix.is_square or {size, outer} <= self.widths(matrices)
+            is_between = matrix.is_square or {size, outer} <= self.widths()
             if is_between and not _is_table(matrix) and size not in self.vocabularies:
                 continue
             has_rows_first = dim == min(matrix.ins + matrix.outs)
-            if size * outer < LARGE:
-                self._replicate(matrix, f"small, {size * outer:,} elements")
+            if elements < LARGE:
+                self._replicate(matrix, f"small, {elements:,} elements")
             elif has_rows_first and 2 * size < most:
                 self._replicate(matrix, f"table of {size} rows, small", outer)
             else:
@@ -330,12 +321,12 @@ class Rules:
                 self.vocabularies.add(size)
                 self.splits[matrix.leaf.index] = ModelSharding(dim, reason, outer)
 
-    def _vocabulary_dim(self, matrix: WeightMatrix, widths: set[int]) -> int:
+    def _vocabulary_dim(self, matrix: WeightMatrix) -> int:
         """The dimension of a table or a head that is not the width of the residual stream."""
         (ins,), (outs,) = matrix.ins, matrix.outs
         if matrix.kind == "table" or (matrix.is_square and _is_table(matrix)):
             return min(ins, outs)
-        in_layer = self.tree.counts[layer_of(matrix.leaf)]
+        widths, in_layer = self.widths(), self.tree.counts[layer_of(matrix.leaf)]
         # If no width is known, most arrays have it.
         is_width = lambda size: (size in widths, in_layer[size])
         if is_width(matrix.in_size) < is_width(matrix.out_size):
@@ -353,24 +344,14 @@ def _is_table(matrix: WeightMatrix) -> bool:
     return matrix.kind == "table" or "embed" in matrix.leaf.name.lower()
 
 
-def _name_in(block: Block, matrix: WeightMatrix) -> str:
-    """The name of a matrix near a block."""
-    start = len(block.node.path)
-    if block.node.ordered:
-        start = max(0, start - 1)  # a number alone says little
-    return "/".join(matrix.leaf.path[start : len(block.node.path) + 1])
-
-
 def _reads(size: int, inner: int) -> bool:
     """Whether a matrix with `inner` inputs may read an output: of one matrix, or of two or three in
     one, as of a gate and its value, or of query, key and value."""
     return size in (inner, 2 * inner, 3 * inner)
 
 
-def _follows(before: WeightMatrix | None, after: WeightMatrix | None) -> bool:
+def _follows(before: WeightMatrix, after: WeightMatrix) -> bool:
     """Whether the outputs of a matrix are as many as the inputs of the next one."""
-    if before is None or after is None:
-        return False
     if before.kind == "conv" and after.kind == "linear":
         return after.in_size % before.out_size == 0  # flattened, channels first
     return before.out_size == after.in_size

@@ -11,7 +11,7 @@ from ...core._low_rank import AbstractLowRank, AbstractQuantised
 from ..tree._leaf_plans import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
-from ._matrices import NORMS, RECURRENT, Tree, layer_of
+from ._matrices import NORMS, RECURRENT, layer_of, read_tree
 from ._rules import ModelSharding, Rules, indivisible
 
 
@@ -24,12 +24,12 @@ def structural_plans(
     n = axes["model"]
     adapters: list[Node] = []
     quantised: list[Node] = []
-    tree = Tree(_only_weights(to_nodes(model), adapters, quantised))
+    tree = read_tree(_only_weights(to_nodes(model), adapters, quantised))
     rules = Rules(tree, n)
     rules.shard_tree()
     splits, stacks = rules.splits, tree.stacks
-    matrices = tree.blocks[-1].below
-    vocabularies = rules.vocabularies - rules.widths(matrices)
+    matrices = tree.matrices
+    vocabularies = rules.vocabularies - rules.widths()
     for block in tree.blocks:
         for leaf in block.node.children.values():
             if isinstance(leaf, Leaf) and leaf.index not in splits:

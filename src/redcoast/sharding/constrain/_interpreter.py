@@ -113,8 +113,6 @@ def run_constrained(
         """
         if isinstance(atom, Literal) or not (atom in waiting or atom in gathered):
             return x
-        if not scope.values[atom].grad:
-            return gather(atom, x)
         if atom not in looked_up:
             looked_up[atom] = shardings.constrain(env[atom], scope.values[atom])
         return looked_up[atom]

@@ -252,3 +252,11 @@ _CPU = Chip(
 )
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in (*_TPUS, *_GPUS, _CPU)})
 """The supported accelerators, by their names in targets. Each is a [`redcoast.Chip`][]."""
+
+
+def published_chip(device_kind: str) -> Chip | None:
+    """The accelerator of a kind; `None` if its rates are not known, as of CPUs."""
+    for chip in CHIPS.values():
+        if chip.device_kind == device_kind and chip.kind != "cpu":
+            return chip
+    return None

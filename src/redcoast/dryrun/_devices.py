@@ -192,7 +192,7 @@ def place_of(target: TargetDevices) -> Place:
 def missing_compiler(chip: Chip) -> str:
     """A sentence that a chip's own compiler is not installed, and how to install it; `""` if it
     is."""
-    extra = missing_extra(chip)
+    extra = _missing_extra(chip)
     if extra is None:
         return ""
     return (
@@ -201,20 +201,16 @@ def missing_compiler(chip: Chip) -> str:
     )
 
 
-def missing_extra(chip: Chip) -> str | None:
+def _missing_extra(chip: Chip) -> str | None:
     """The extra that installs a chip's own compiler, unless it is installed."""
-    if chip.kind == "cpu":
-        return None
-    compiler, extra = "cuda", "cuda12"
-    if chip.kind == "tpu":
-        compiler, extra = "tpu", "tpu"
-    if _installed(compiler):
+    extra = {"tpu": "tpu", "gpu": "cuda12", "cpu": None}[chip.kind]
+    if extra is None or _installed(extra):
         return None
     return extra
 
 
-def _installed(compiler: str) -> bool:
-    if compiler == "tpu":
+def _installed(extra: str) -> bool:
+    if extra == "tpu":
         return "TPU_LIBRARY_PATH" in os.environ or _exists("libtpu")
     return any(map(_exists, _PLUGINS))
 
@@ -286,6 +282,65 @@ def _cuda(target: TargetDevices) -> list[Any]:
 def target_place(name: str) -> Place:
     """The devices of a target, which need not be present."""
     return place_of(parse_target(name))
+
+
+def target_devices(target: str) -> tuple[Any, ...]:
+    """The devices of a target, which need not be present: programs can be compiled for them.
+
+    A mesh of them is for plans, and for [`redcoast.compile_step`][], whose `lower` takes shapes.
+    Programs cannot be run on them.
+
+    **Arguments:**
+
+    - `target`: a slice of TPUs such as `"v4:4x4x4"`, GPUs such as `"a100-80gb:8"` or (hosts x
+        cards) `"h100:8x8"`, or emulated devices such as `"cpu:8"`.
+
+    **Returns:**
+
+    The devices, as JAX counts them, for `redcoast.make_mesh(devices=...)`.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if the target does not exist; `ImportError` if its compiler is not
+    installed (`redcoast[tpu]`, `redcoast[cuda12]`; neither needs an accelerator). `RuntimeError` if
+    it is installed but does not work.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        mesh = rc.make_mesh(model=4, devices=rc.target_devices("cpu:4"))
+        loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        optimizer = optax.adamw(1e-3)
+        init_fn = lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+        make = lambda key: rc.init_state(init_fn, optimizer, key=key)
+        state = eqx.filter_eval_shape(make, jax.random.key(0))
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+        plan = rc.plan_step(state, loss_fn, batch, mesh)
+        constrained = plan.constrain(loss_fn)
+        step = lambda state, batch: rc.train_step(
+            state, batch, loss_fn=constrained, optimizer=optimizer
+        )
+        compiled = rc.compile_step(step, plan.shardings).lower(state, batch).compile()
+        print(compiled.memory_analysis())
+        ```
+    """
+    place = target_place(target)
+    # These are devices of the CPU, for which another compiler makes other programs.
+    if place.stands_in:
+        assert place.target is not None
+        chip = place.target.chip
+        raise ImportError(
+            f"The compiler for {chip.name} is not installed. `pip install "
+            f"'redcoast[{_missing_extra(chip)}]'` installs it, and needs no such device."
+        )
+    return tuple(place.devices)
 
 
 def attached_place() -> Place:

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from ..distributed._mesh import make_mesh
-from ._chips import Chip
 from ._target_name import TargetDevices
 
 # The link between the halves of a TPU7x is six times as fast as one link between chips:
@@ -117,42 +116,36 @@ def _slowest(
 def _bandwidth(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:
     """The bandwidth of each device of a group, whose links on the slowest level limit it."""
     chip = target.chip
-    if chip.kind != "tpu":
-        return _between(chip, group[:, :1], chip.link_bandwidth)
-    slices = np.unique(group[:, 0])
-    rates = [_in_slice(target, group[group[:, 0] == number, 1:]) for number in slices]
-    return _between(chip, group[:, :1], min(rates))
-
-
-def _between(chip: Chip, groups: Int[np.ndarray, "n 1"], within: float) -> float:
-    """The bandwidth of devices in several hosts or slices, in each of which it is `within`."""
-    hosts, counts = np.unique(groups, axis=0, return_counts=True)
-    n, apart = len(groups), len(hosts)
-    together = int(counts.max())  # devices of the group in one host or slice
-    if apart == 1:
-        return within
-    # The devices of a host or slice share what leaves it.
-    # Their bytes are counted as (n - 1) / n, of which (apart - 1) / apart leave.
-    rate = chip.host_bandwidth * together * ((n - 1) / n) / ((apart - 1) / apart)
-    if together == 1:
-        return rate
-    return min(rate, within)
+    hosts = group[:, :1]  # or slices
+    within = chip.link_bandwidth
+    if chip.kind == "tpu":
+        slices = np.unique(hosts)
+        within = min(_in_slice(target, group[group[:, 0] == number, 1:]) for number in slices)
+    return _between(hosts, within, leaving=chip.host_bandwidth)
 
 
 def _in_slice(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:
     """The bandwidth of devices of one slice."""
     chip = target.chip
-    chips, counts = np.unique(group, axis=0, return_counts=True)
-    n, apart = len(group), len(chips)
-    together = int(counts.max())  # devices of the group on one chip
+    chips = np.unique(group, axis=0)
     within = chip.link_bandwidth
-    if chip.cores > 1 and together > 1:
+    if chip.cores > 1 and len(group) > len(chips):
         within *= _BETWEEN_HALVES
+    # Devices of the same chip in other groups use its links too.
+    return _between(group, within, leaving=_torus(target, chips) / chip.cores)
+
+
+def _between(places: Int[np.ndarray, "n dimensions"], within: float, *, leaving: float) -> float:
+    """The bandwidth of devices at several places (hosts, slices or chips), in each of which it is
+    `within`; each device has `leaving` of what leaves its place."""
+    distinct, counts = np.unique(places, axis=0, return_counts=True)
+    n, apart = len(places), len(distinct)
+    together = int(counts.max())  # devices of the group at one place
     if apart == 1:
         return within
-    # Devices of the same chip in other groups use its links too.
-    leaving = _torus(target, chips) * together / chip.cores
-    rate = leaving * ((n - 1) / n) / ((apart - 1) / apart)
+    # The devices at a place share what leaves it.
+    # Their bytes are counted as (n - 1) / n, of which (apart - 1) / apart leave.
+    rate = leaving * together * ((n - 1) / n) / ((apart - 1) / apart)
     if together == 1:
         return rate
     return min(rate, within)

@@ -235,10 +235,6 @@ def dtype_of(job: Job) -> str:
     return sizes.most_common(1)[0][0]
 
 
-# The smallest share of the planner's memory estimate that compiled programs have needed.
-LEAST_SHARE = 0.8
-
-
 def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
     """Estimates all meshes, compiles the best few, and returns the best."""
     compiling = ft.partial(compile_candidate, job, place)
@@ -279,53 +275,36 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
 
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
-    with sharing_programs():
-        keeping = replace(job, memory=None)
-        return _recomputing(job, place, _estimate_keeping(keeping, place))
-
-
-def _recomputing(job: Job, place: Place, candidates: list[Candidate]) -> list[Candidate]:
-    """The candidates, with what the backward pass recomputes on meshes that are too small.
-
-    That takes longer. Meshes on which the step is slower without it than on a mesh where it fits
-    are left as they are.
-    """
-    if job.memory is None:
-        return candidates
-    limit = place.usable
-    if job.memory != "auto":
-        limit = job.memory
-    elif limit is not None:
-        limit = FILLED * limit
-    if limit is None:
-        return candidates
-    fitting = [x for x in _without_error(candidates) if _memory_of(x) <= limit]
-    fastest = min(map(_cost_of, fitting), default=(inf, True))
-    estimated: list[Candidate] = []
-    for candidate in candidates:
-        is_open = candidate.error is None and PIPE not in candidate.mesh
-        if is_open and _memory_of(candidate) > limit and _cost_of(candidate) < fastest:
-            # Planned again, now within the limit.
-            candidate = estimate_mesh(job, place, candidate.mesh)
-        estimated.append(candidate)
-    return estimated
-
-
-def _estimate_keeping(job: Job, place: Place) -> list[Candidate]:
+    """Estimates of all meshes; on those that are too small, the backward pass recomputes values."""
     count = len(place.devices)
-    candidates = _estimates(job, place, factorisations(count))
-    if count == 1:
+    keeping = replace(job, memory=None)
+    with sharing_programs():
+        candidates = _estimates(keeping, place, factorisations(count))
+        layers = 0
+        if count > 1:
+            # The stages of a pipeline have equally many layers of every scan.
+            # Without scans this is 0, so there are no stages.
+            layers = math.gcd(*scanned_layers(job))
+        for stages in range(2, layers + 1):
+            if layers % stages or count % stages:
+                continue
+            meshes = [{PIPE: stages, **sizes} for sizes in factorisations(count // stages)]
+            # If a step cannot run as a pipeline, a mesh without one does as much.
+            candidates += _without_error(_estimates(keeping, place, meshes))
+        limit = job.memory
+        if limit == "auto" and place.usable is not None:
+            limit = FILLED * place.usable
+        if limit is None or limit == "auto":
+            return candidates
+        # To plan within the limit takes longer. Meshes on which the step is slower without it than
+        # on a mesh where it fits are left as they are.
+        fitting = [x for x in _without_error(candidates) if _memory_of(x) <= limit]
+        fastest = min(map(_cost_of, fitting), default=(inf, True))
+        for index, candidate in enumerate(candidates):
+            is_open = candidate.error is None and PIPE not in candidate.mesh
+            if is_open and _memory_of(candidate) > limit and _cost_of(candidate) < fastest:
+                candidates[index] = estimate_mesh(job, place, candidate.mesh)
         return candidates
-    # The stages of a pipeline have equally many layers of every scan.
-    # Without scans this is 0, so there are no stages.
-    layers = math.gcd(*scanned_layers(job))
-    for stages in range(2, layers + 1):
-        if layers % stages or count % stages:
-            continue
-        meshes = [{PIPE: stages, **sizes} for sizes in factorisations(count // stages)]
-        # If a step cannot run as a pipeline, a mesh without one does as much.
-        candidates += _without_error(_estimates(job, place, meshes))
-    return candidates
 
 
 def _estimates(job: Job, place: Place, meshes: Sequence[dict[str, int]]) -> list[Candidate]:
@@ -350,17 +329,27 @@ def choose_mesh(
     left = _without_error(estimated)
     failed = [candidate for candidate in estimated if candidate.error is not None]
     tried: list[Candidate] = []  # the meshes that were compiled without an error
-    while left and len(tried) < _number_to_compile(tried, compiled):
+    most = 2 * compiled
+    while left and len(tried) < most:
         following = _following(left, tried, place.usable, compiled)
         left.remove(following)
         candidate = compiling(following)
-        if candidate.error is None:
-            tried.append(candidate)
-        else:
+        if candidate.error is not None:
             failed.append(candidate)
+            continue
+        tried.append(candidate)
+        if candidate.fits:
+            most = compiled
     if not tried:
         raise _impossible(failed[0])
-    tried.sort(key=_rank)
+
+    def rank(candidate: Candidate) -> tuple[int, int | float]:
+        if candidate.fits:
+            return 0, _compared(candidate, candidate.seconds)
+        return 1, candidate.peak_memory or 0
+
+    # Meshes that fit, by time, and then meshes that do not, by memory.
+    tried.sort(key=rank)
     best = tried[0]
     return MeshSuggestion(
         sizes=best.mesh,
@@ -373,21 +362,8 @@ def choose_mesh(
     )
 
 
-def _number_to_compile(tried: Sequence[Candidate], compiled: int) -> int:
-    if any(candidate.fits for candidate in tried):
-        return compiled
-    return 2 * compiled
-
-
-def _rank(candidate: Candidate) -> tuple[int, int | float]:
-    """Puts meshes that fit first, by time, and then meshes that do not, by memory."""
-    if candidate.fits:
-        return 0, _compared(candidate, candidate.seconds)
-    return 1, candidate.peak_memory or 0
-
-
-def _without_error(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.error is None]
+# The smallest share of the planner's memory estimate that compiled programs have needed.
+LEAST_SHARE = 0.8
 
 
 def _following(
@@ -431,3 +407,7 @@ def _need_of(candidate: Candidate) -> tuple[int | float, bool]:
 
 def _memory_of(candidate: Candidate) -> int | float:
     return candidate.estimated_memory or 0
+
+
+def _without_error(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.error is None]

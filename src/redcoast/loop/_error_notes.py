@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from ..checkpoint._policy import NO_CHECKPOINT, Checkpoints, newest_checkpoint
 from ..sharding import Plan
+from ..sharding.report._text import scaled
 from ..tracking._metrics import MetricsReader
 
 logger = logging.getLogger("redcoast")
@@ -34,27 +35,20 @@ def _explanation(plan: Plan) -> str:
     rest = "gradients and activations"
     if program is not None:
         rest = (
-            f"gradients (about {_size(program.memory.gradients)}) and activations (about "
-            f"{_size(program.memory.activations)})"
+            f"gradients (about {scaled(program.memory.gradients)}) and activations (about "
+            f"{scaled(program.memory.activations)})"
         )
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     return (
         f"RESOURCE_EXHAUSTED: a device ran out of memory. On the mesh {axes} the plan puts "
-        f"{_size(totals.all.bytes_per_device)} on each device, "
-        f"{_size(totals.parameters.bytes_per_device)} of parameters and "
-        f"{_size(totals.optimizer_state.bytes_per_device)} of optimizer state, plus {rest}. "
+        f"{scaled(totals.all.bytes_per_device)} on each device, "
+        f"{scaled(totals.parameters.bytes_per_device)} of parameters and "
+        f"{scaled(totals.optimizer_state.bytes_per_device)} of optimizer state, plus {rest}. "
         "What helps, in this order: more devices on `fsdp` (which shards parameters and optimizer "
         "state) or on `model`; `accumulate`, or a smaller `batch_size` (activations); "
         "`jax.checkpoint` around each layer; `compute_dtype=jnp.bfloat16`."
     )
 
-
-def _size(count: int | float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.4g} GB"
 
 
 @contextlib.contextmanager

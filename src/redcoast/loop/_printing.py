@@ -213,11 +213,10 @@ def cost_of_float32(device_kind: str, precision: str) -> str:
     """A sentence about the cost of float32 on a device with bfloat16 units; empty on other
     devices."""
     # Imported where it is used, so that importing redcoast stays fast.
-    from ..dryrun._chips import CHIPS
+    from ..dryrun._chips import published_chip
 
-    # Of other devices the rates are not known, and nothing is said.
-    chip = next((x for x in CHIPS.values() if x.device_kind == device_kind), None)
-    if chip is None or chip.kind == "cpu" or precision != "float32":
+    chip = published_chip(device_kind)
+    if chip is None or precision != "float32":
         return ""
     # Some chips compute float32 products in bfloat16 anyway, and save only memory.
     faster = chip.flops["bfloat16"] / chip.flops["float32"]

@@ -138,20 +138,19 @@ def seconds_at_peak(
     for model FLOPs utilisation (arXiv:2204.02311).
     """
     # Imported where it is used, so that importing redcoast stays fast.
-    from ..dryrun._chips import CHIPS
+    from ..dryrun._chips import published_chip
     from ..dryrun._flops import contractions
 
-    kind = mesh.devices.flat[0].device_kind
-    rates = next((x.flops for x in CHIPS.values() if x.device_kind == kind and x.kind != "cpu"), {})
+    chip = published_chip(mesh.devices.flat[0].device_kind)
     # With frozen leaves, the backward pass has fewer products than that.
-    if not rates or training.trainable is not eqx.is_inexact_array:
+    if chip is None or training.trainable is not eqx.is_inexact_array:
         return None
     trace = lambda: eqx.filter_make_jaxpr(training.loss)(state.model, batch, abstract_key())
     jaxpr, _, _ = trace_for(mesh, trace)
     flops = contractions(jaxpr).flops
     # Without a rate for each dtype, a time would be too short.
-    if not flops or not flops.keys() <= rates.keys():
+    if not flops or not flops.keys() <= chip.flops.keys():
         return None
     # The backward pass has two products for each of the forward pass: for the inputs, and for the
     # weights.
-    return sum(3 * count / rates[dtype] for dtype, count in flops.items()) / mesh.size
+    return sum(3 * count / chip.flops[dtype] for dtype, count in flops.items()) / mesh.size

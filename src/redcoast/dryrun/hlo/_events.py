@@ -23,12 +23,13 @@ from ._collectives import (
 from ._kernels import HOST_SPACE, KernelWork, main_bytes, read_kernel
 from ._parse import (
     Instruction,
-    bytes_in_space,
+    array_shapes,
     called,
     callee,
     lookup,
     operands,
     operation_name,
+    size_in_bytes,
 )
 from ._products import call_target
 from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
@@ -226,15 +227,15 @@ def _transfer(collective: Collective) -> Transfer:
 
 def _copied(scope: CallScope, instruction: Instruction) -> Transfer:
     """A copy between memories. Its result is a tuple, whose largest array is the one copied."""
-    source = bytes_in_space(lookup(scope.computation, operands(instruction)[0]).shape)
-    result = bytes_in_space(instruction.shape)
+    source = lookup(scope.computation, operands(instruction)[0]).shape
+    result = instruction.shape
     kind = "memory"
-    if HOST_SPACE in source or HOST_SPACE in result:
+    if any(array.space == HOST_SPACE for array in array_shapes(f"{source} {result}")):
         kind = "host"
-    moved = sum(source.values())
+    moved = size_in_bytes(source)
     if instruction.opcode != "copy-start":
         # The result has the operand, the slice, and a context.
-        moved = sum(result.values()) - moved
+        moved = size_in_bytes(result) - moved
     return Transfer(kind, (), max(0, moved), 1)
 
 

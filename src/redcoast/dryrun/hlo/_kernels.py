@@ -13,13 +13,13 @@ from ._parse import (
     Computation,
     Instruction,
     Module,
-    array_layout,
     array_shapes,
-    bytes_in_space,
     called,
     computation,
+    first_array,
     lookup,
     operands,
+    size_in_bytes,
 )
 from ._products import call_target, dimension_numbers, is_attention, product_flops
 
@@ -70,7 +70,7 @@ def read_kernel(module: Module, within: Computation, instruction: Instruction) -
 
 def main_bytes(shape: str) -> int:
     """The bytes of a shape in the device's main memory."""
-    return bytes_in_space(shape).get(0, 0)
+    return sum(array.bytes for array in array_shapes(shape) if array.space == 0)
 
 
 def _accessed(module: Module, within: Computation, instruction: Instruction) -> int:
@@ -119,7 +119,7 @@ def _bytes_read(module: Module, inner: Computation, name: str | None) -> int:
     if name is None:
         return 0
     value = inner.instructions[name]
-    most = _unplaced_bytes(value.shape)
+    most = size_in_bytes(value.shape)  # of all memory spaces: most shapes in a fusion have none
     total = 0
     for user in inner.instructions.values():
         for place, operand in enumerate(operands(user)):
@@ -131,7 +131,7 @@ def _bytes_read(module: Module, inner: Computation, name: str | None) -> int:
 def _read_by(module: Module, inner: Computation, user: Instruction, place: int, whole: int) -> int:
     match user.opcode:
         case opcode if opcode in _PARTS and place == 0:
-            return _unplaced_bytes(user.shape)
+            return size_in_bytes(user.shape)
         # Only a slice of it is replaced, in place.
         case "dynamic-update-slice" if place == 0:
             return 0
@@ -156,7 +156,7 @@ def _bytes_written(module: Module, inner: Computation, name: str) -> int:
         case "parameter":
             return 0
         case "dynamic-update-slice":
-            return _unplaced_bytes(lookup(inner, operands(value)[1]).shape)
+            return size_in_bytes(lookup(inner, operands(value)[1]).shape)
         case "fusion" if (fused := _fused(value)) is not None:
             nested = computation(module, fused)
             return _bytes_written(module, nested, nested.root)
@@ -164,7 +164,7 @@ def _bytes_written(module: Module, inner: Computation, name: str) -> int:
             return _bytes_written(module, inner, operands(value)[0])
         case "convert" if _is_converted_back(inner, value):
             return _bytes_written(module, inner, operands(value)[0])
-    return _unplaced_bytes(value.shape)
+    return size_in_bytes(value.shape)
 
 
 def _is_converted_back(inner: Computation, value: Instruction) -> bool:
@@ -178,12 +178,9 @@ def _is_converted_back(inner: Computation, value: Instruction) -> bool:
     before = lookup(inner, operands(update)[0])
     if before.opcode != "convert":
         return False
-    return array_shapes(lookup(inner, operands(before)[0]).shape) == array_shapes(value.shape)
-
-
-def _unplaced_bytes(shape: str) -> int:
-    """The bytes of a shape in a fusion, in which most shapes have no memory space."""
-    return sum(bytes_in_space(shape).values())
+    updated = first_array(lookup(inner, operands(before)[0]).shape)
+    returned = first_array(value.shape)
+    return (updated.dtype, updated.sizes) == (returned.dtype, returned.sizes)
 
 
 _BYTES = 16
@@ -207,7 +204,7 @@ def is_misaligned(module: Module, within: Computation, instruction: Instruction)
     arrays = operands(instruction)[:2]
     shapes = [lookup(within, name).shape for name in arrays]
     for side, shape in zip(("lhs", "rhs"), shapes, strict=True):
-        roles = [_UNSUMMED] * len(array_layout(shape).sizes)
+        roles = [_UNSUMMED] * len(first_array(shape).sizes)
         for dim in dimension_numbers(instruction, f"{side}_contracting"):
             roles[dim] = _CONTRACTED
         for dim in dimension_numbers(instruction, f"{side}_batch"):
@@ -227,17 +224,17 @@ def _has_misaligned_rows(shape: str, roles: Sequence[int]) -> bool:
 
     Dimensions with the same role are one dimension of the matrix.
     """
-    layout = array_layout(shape)
-    if len(roles) != len(layout.sizes):
+    array = first_array(shape)
+    if len(roles) != len(array.sizes):
         return False
     # Dimensions of one element change no address.
-    dims = [dim for dim in layout.minor_to_major if layout.sizes[dim] > 1]
+    dims = [dim for dim in array.minor_to_major if array.sizes[dim] > 1]
     # A row is what is contiguous: the fastest dimensions, as far as they have one role.
     row: list[int] = []
     for dim in dims:
         if roles[dim] != roles[dims[0]]:
             break
-        row.append(layout.sizes[dim])
+        row.append(array.sizes[dim])
     if len(row) == len(dims):
         return False  # there is one row
-    return prod(row) * layout.bits % (8 * _BYTES) != 0
+    return prod(row) * array.bits % (8 * _BYTES) != 0

@@ -191,32 +191,65 @@ def callee(instruction: Instruction, *names: str) -> str:
     return callees[0]
 
 
-def size_in_bytes(shape: str) -> int:
-    """The bytes of a shape such as `f32[8,32]{1,0}`, or of a tuple of shapes, on one device."""
-    total = 0
+@dataclass(frozen=True)
+class ArrayShape:
+    """An array on one device, such as `f32[8,32]{1,0:T(8,128)}`: `layout` is the text in braces."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    layout: str
+
+    @property
+    def minor_to_major(self) -> tuple[int, ...]:
+        """The dimensions, from the one whose elements are next to each other in memory to the one
+        whose elements are farthest apart."""
+        # What a layout has before a colon.
+        order = _sizes(self.layout.partition(":")[0])
+        if len(order) != len(self.sizes):  # without a layout, the last dimension is the minor one
+            return tuple(reversed(range(len(self.sizes))))
+        return order
+
+    @property
+    def bits(self) -> int:
+        """The bits that an element takes in memory."""
+        if self.dtype == "pred":
+            return 8
+        width = _WIDTH.match(self.dtype)
+        if width is None:
+            raise ValueError(
+                f"The HLO text has arrays of type `{self.dtype}`, whose size is unknown."
+            )
+        bits = int(width[1])
+        if bits >= 8:
+            return bits
+        # Numbers of less than 8 bits take a byte each, unless the layout packs them.
+        # The bits of an element, as in `s4[8]{0:E(4)}`.
+        packed = re.search(r"E\((\d+)\)", self.layout)
+        if packed is None:
+            return 8
+        return int(packed[1])
+
+    @property
+    def bytes(self) -> int:
+        if self.dtype in ("token", "opaque"):
+            return 0
+        return -(-prod(self.sizes) * self.bits // 8)
+
+    @property
+    def space(self) -> int:
+        """The memory space, of which 0 is the device's main memory."""
+        written = re.search(r"S\((\d+)\)", self.layout)
+        if written is None:
+            return 0
+        return int(written[1])
+
+
+def array_shapes(shape: str) -> list[ArrayShape]:
+    """The arrays of a shape, or of a tuple of shapes."""
+    arrays: list[ArrayShape] = []
     for dtype, dims, layout in _ARRAY.findall(shape):
-        if dtype in ("token", "opaque"):
-            continue
-        total += -(-prod(_sizes(dims)) * _bits(dtype, layout) // 8)
-    return total
-
-
-def _bits(dtype: str, layout: str) -> int:
-    """The bits that an element of an array takes in memory."""
-    if dtype == "pred":
-        return 8
-    width = _WIDTH.match(dtype)
-    if width is None:
-        raise ValueError(f"The HLO text has arrays of type `{dtype}`, whose size is unknown.")
-    bits = int(width[1])
-    if bits >= 8:
-        return bits
-    # Numbers of less than 8 bits take a byte each, unless the layout packs them.
-    # The bits of an element, as in `s4[8]{0:E(4)}`.
-    packed = re.search(r"E\((\d+)\)", layout)
-    if packed is None:
-        return 8
-    return int(packed[1])
+        arrays.append(ArrayShape(dtype, _sizes(dims), layout))
+    return arrays
 
 
 def _sizes(dims: str) -> tuple[int, ...]:
@@ -229,42 +262,13 @@ def _sizes(dims: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def array_shapes(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtype and the dimensions of each array of a shape, or of a tuple of shapes."""
-    return [(dtype, _sizes(dims)) for dtype, dims, _ in _ARRAY.findall(shape)]
+def first_array(shape: str) -> ArrayShape:
+    """The array of a shape, or the first one of a tuple."""
+    for array in array_shapes(shape):
+        return array
+    raise ValueError(f"The HLO text has `{shape}` where an array was expected.")
 
 
-@dataclass(frozen=True)
-class ArrayLayout:
-    """How an array is in memory: its sizes, its dimensions from the one whose elements are next to
-    each other to the one whose elements are farthest apart, and the bits of an element."""
-
-    sizes: tuple[int, ...]
-    minor_to_major: tuple[int, ...]
-    bits: int
-
-
-def array_layout(shape: str) -> ArrayLayout:
-    """The layout of an array, or of the first one of a tuple."""
-    match = _ARRAY.search(shape)
-    if match is None:
-        raise ValueError(f"The HLO text has `{shape}` where an array was expected.")
-    dtype, dims, layout = match[1], match[2], match[3] or ""
-    sizes = _sizes(dims)
-    # The order of the dimensions, the minor one first, is what a layout has before a colon.
-    order = _sizes(layout.partition(":")[0])
-    if len(order) != len(sizes):  # without a layout, the last dimension is the minor one
-        order = tuple(reversed(range(len(sizes))))
-    return ArrayLayout(sizes, order, _bits(dtype, layout))
-
-
-def bytes_in_space(shape: str) -> dict[int, int]:
-    """The bytes of a shape by memory space, of which 0 is the device's main memory."""
-    sizes: dict[int, int] = {}
-    for array in _ARRAY.finditer(shape):
-        space = 0
-        written = re.search(r"S\((\d+)\)", array[3] or "")
-        if written is not None:
-            space = int(written[1])
-        sizes[space] = sizes.get(space, 0) + size_in_bytes(array[0])
-    return sizes
+def size_in_bytes(shape: str) -> int:
+    """The bytes of a shape, or of a tuple of shapes, on one device."""
+    return sum(array.bytes for array in array_shapes(shape))

@@ -9,6 +9,7 @@ from collections import Counter
 from math import prod
 
 from ._parse import (
+    ArrayShape,
     Computation,
     Instruction,
     Module,
@@ -16,6 +17,7 @@ from ._parse import (
     attributes,
     called,
     computation,
+    first_array,
     lookup,
     operands,
 )
@@ -92,18 +94,16 @@ def _custom_call(module: Module, within: Computation, instruction: Instruction) 
     stated = _COST.search(instruction.rest)
     if stated is None:
         return Counter()
-    dtype, _ = _first_array(instruction.shape)
-    return Counter({dtype: int(stated[1])})
+    return Counter({first_array(instruction.shape).dtype: int(stated[1])})
 
 
 def _dot(within: Computation, instruction: Instruction, settings: str) -> Counter[str]:
     """Two operations for each element of the result and each contracted element."""
-    dtype, shape = _first_array(lookup(within, operands(instruction)[0]).shape)
-    _, result = _first_array(instruction.shape)
-    multiply_adds = prod(result)
+    left = first_array(lookup(within, operands(instruction)[0]).shape)
+    multiply_adds = prod(first_array(instruction.shape).sizes)
     for dim in _dims(settings, "lhs_contracting"):
-        multiply_adds *= shape[dim]
-    return Counter({dtype: 2 * multiply_adds})
+        multiply_adds *= left.sizes[dim]
+    return Counter({left.dtype: 2 * multiply_adds})
 
 
 def dimension_numbers(instruction: Instruction, name: str) -> list[int]:
@@ -127,15 +127,15 @@ def _convolution(within: Computation, instruction: Instruction) -> Counter[str]:
     if labels is None:
         return Counter()
     inputs, kernels, results = labels.groups()
-    dtype, shape = _first_array(lookup(within, operands(instruction)[0]).shape)
-    _, kernel = _first_array(lookup(within, operands(instruction)[1]).shape)
-    _, result = _first_array(instruction.shape)
+    arrays = [first_array(lookup(within, name).shape) for name in operands(instruction)[:2]]
+    dtype, size = arrays[0].dtype, arrays[0].sizes
+    kernel, result = arrays[1].sizes, first_array(instruction.shape).sizes
     window = _window(text)
     # With groups of features, the kernel has only the input features of a group.
     count = result[results.index("b")] * result[results.index("f")] * kernel[kernels.index("i")]
     spatial = list(filter(str.isdigit, results))  # the labels of spatial dimensions are digits
     for place, label in enumerate(spatial):
-        input_size = shape[inputs.index(label)]
+        input_size = size[inputs.index(label)]
         kernel_size = kernel[kernels.index(label)]
         result_size = result[results.index(label)]
         count *= _overlaps(input_size, kernel_size, result_size, window, place)
@@ -195,22 +195,21 @@ def _cudnn_attention(
     within: Computation, instruction: Instruction, *, backward: bool
 ) -> Counter[str]:
     """The products of queries with keys and of weights with values, without masked halves."""
-    arrays = operands(instruction)
-    dtype, queries = _first_array(lookup(within, arrays[0]).shape)
-    _, keys = _first_array(lookup(within, arrays[1]).shape)
     # (batch, length, heads, features), as `jax.nn.dot_product_attention` passes them.
-    batch, length, heads, features = queries
-    pairs = float(batch * heads * length * keys[1])
+    queries, keys = (first_array(lookup(within, name).shape) for name in operands(instruction)[:2])
+    batch, length, heads, features = queries.sizes
+    key_length = keys.sizes[1]
+    pairs = float(batch * heads * length * key_length)
     if _CAUSAL.search(instruction.rest):
         window = 0
         sliding = _SLIDING.search(instruction.rest)
         if sliding is not None:
             window = int(sliding[1])
-        pairs *= _causal_share(keys[1], window)
+        pairs *= _causal_share(key_length, window)
     products = _FORWARD
     if backward:
         products = _BACKWARD
-    return Counter({dtype: round(products * 2 * pairs * features)})
+    return Counter({queries.dtype: round(products * 2 * pairs * features)})
 
 
 # The products of splash attention's backward kernels, by the number of gradients that they return:
@@ -223,31 +222,29 @@ def _splash_attention(
     module: Module, within: Computation, instruction: Instruction
 ) -> Counter[str]:
     """The products of the blocks that the mask leaves."""
-    sequences = []  # queries, keys and values: (..., length, features)
-    half = []
-    masks = []
+    sequences: list[ArrayShape] = []  # queries, keys and values: (..., length, features)
+    masks: list[ArrayShape] = []
     for name in operands(instruction):
-        for dtype, shape in array_shapes(lookup(within, name).shape)[:1]:
-            if dtype.startswith(("bf", "f")) and len(shape) >= 3:
-                sequences.append((dtype, shape))
-                if dtype != "f32":
-                    half.append((dtype, shape))
-            elif dtype.startswith("s") and len(shape) == 3:
-                masks.append(shape)
+        for array in array_shapes(lookup(within, name).shape)[:1]:
+            if array.dtype.startswith(("bf", "f")) and len(array.sizes) >= 3:
+                sequences.append(array)
+            elif array.dtype.startswith("s") and len(array.sizes) == 3:
+                masks.append(array)
+    half = [array for array in sequences if array.dtype != "f32"]
     if len(half) >= 3:
         # Logarithms of sums and the like are in float32.
         sequences = half
-    (dtype, queries), (_, keys) = sequences[:2]
+    queries, keys = sequences[:2]
     products = _FORWARD
     if len(sequences) > 3:  # a backward kernel reads the gradient of the outputs too
-        result_dtypes = [result for result, _ in array_shapes(instruction.shape)]
-        products = _SPLASH_BACKWARD[result_dtypes.count(dtype)]
-    features = queries[-1]
-    pairs = prod(queries[:-1]) * keys[-2]
+        dtypes = [result.dtype for result in array_shapes(instruction.shape)]
+        products = _SPLASH_BACKWARD[dtypes.count(queries.dtype)]
+    features = queries.sizes[-1]
+    pairs = prod(queries.sizes[:-1]) * keys.sizes[-2]
     share = 1.0
     if masks:
-        share = _block_share(module, masks[0])
-    return Counter({dtype: round(products * 2 * pairs * features * share)})
+        share = _block_share(module, masks[0].sizes)
+    return Counter({queries.dtype: round(products * 2 * pairs * features * share)})
 
 
 def _block_share(module: Module, shape: tuple[int, ...]) -> float:
@@ -270,10 +267,6 @@ def _causal_share(length: int, window: int) -> float:
     if not 0 < window < length:
         return (length + 1) / (2 * length)
     return (window * length - window * (window - 1) / 2) / length**2
-
-
-def _first_array(shape: str) -> tuple[str, tuple[int, ...]]:
-    return array_shapes(shape)[0]
 
 
 def _numbers(text: str, name: str) -> list[int]:

@@ -8,9 +8,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ..data._per_batch import has_per_batch
+from ..train._precision import ComputeDtype
 from ._compile_job import Compiled, show_sizes
 from ._job import Job
 from ._report import Change, DryRun
@@ -25,12 +26,12 @@ class Settings:
     mesh: dict[str, int]
     remat: bool
     accumulate: int
-    compute_dtype: Any
+    compute_dtype: ComputeDtype
 
 
 def find_changes(
     make: Callable[..., Job],
-    init_fn: Callable[..., Any],
+    init_fn: Callable[..., PyTree],
     job: Job,
     run: DryRun,
     others: Sequence[dict[str, int]],
@@ -60,8 +61,17 @@ def find_changes(
         dtype = None
         if settings.compute_dtype is not None:
             dtype = jnp.dtype(settings.compute_dtype).name
+        words = []
+        if settings.mesh != now.mesh:
+            words.append(f"mesh {show_sizes(settings.mesh)}")
+        if settings.remat:
+            words.append('remat="full" in the model')
+        if settings.accumulate != now.accumulate:
+            words.append(f"accumulate={settings.accumulate}")
+        if settings.compute_dtype != now.compute_dtype:
+            words.append(f"compute_dtype={dtype}")
         return Change(
-            what=_words(now, settings),
+            what=" and ".join(words),
             peak=compiled.peak,
             mesh=settings.mesh,
             remat=settings.remat,
@@ -93,7 +103,10 @@ def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> dict[st
         values["remat"] = [True]
     # Such an array belongs to the batch as a whole, which is then not divided.
     if not has_per_batch(job.batch):
-        values["accumulate"] = _microbatches(now, job)
+        # Microbatches that do not divide over the devices would be replicated.
+        shards = now.mesh["data"] * now.mesh["fsdp"]
+        counts = [2 * now.accumulate, 4 * now.accumulate, 8 * now.accumulate]
+        values["accumulate"] = [count for count in counts if job.rows % (count * shards) == 0]
     # `None` computes in the model's own dtype, which is float32 by default.
     if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
         values["compute_dtype"] = [jnp.bfloat16]
@@ -102,18 +115,6 @@ def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> dict[st
         if options:
             kinds[name] = [dataclasses.replace(now, **{name: value}) for value in options]
     return kinds
-
-
-def _microbatches(now: Settings, job: Job) -> list[int]:
-    """Larger numbers of microbatches that the batch divides into."""
-    shards = now.mesh["data"] * now.mesh["fsdp"]
-    counts = []
-    for factor in (2, 4, 8):
-        count = factor * now.accumulate
-        # Microbatches that do not divide over the devices would be replicated.
-        if job.rows % (count * shards) == 0:
-            counts.append(count)
-    return counts
 
 
 def _together(
@@ -157,28 +158,15 @@ def _with(settings: Settings, other: Settings, name: str) -> Settings:
     return dataclasses.replace(settings, **{name: getattr(other, name)})
 
 
-def _words(now: Settings, settings: Settings) -> str:
-    words = []
-    if settings.mesh != now.mesh:
-        words.append(f"mesh {show_sizes(settings.mesh)}")
-    if settings.remat:
-        words.append('remat="full" in the model')
-    if settings.accumulate != now.accumulate:
-        words.append(f"accumulate={settings.accumulate}")
-    if settings.compute_dtype != now.compute_dtype:
-        words.append(f"compute_dtype={jnp.dtype(settings.compute_dtype).name}")
-    return " and ".join(words)
-
-
 def can_rematerialise(model: PyTree) -> bool:
     """Whether the tree contains a model of `redcoast.models` with less than `remat="full"`."""
     return next(_keeping_some(model), None) is not None
 
 
-def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
+def rematerialised(init_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Wraps `init_fn` so that the model's configuration has `remat="full"`."""
 
-    def init(key: Any) -> PyTree:
+    def init(key: PRNGKeyArray) -> PyTree:
         # Modules are frozen. A copy is changed, so that no module outside is affected.
         model = jax.tree.map(lambda x: x, init_fn(key))
         for module in _keeping_some(model):
@@ -189,18 +177,14 @@ def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _keeping_some(tree: Any) -> Iterator[Any]:
+def _keeping_some(tree: PyTree) -> Iterator[PyTree]:
     """The modules in a tree whose configuration has less than `remat="full"`, outermost first."""
     if isinstance(tree, eqx.Module):
         config = getattr(tree, "config", None)
         if dataclasses.is_dataclass(config) and getattr(config, "remat", "full") != "full":
             yield tree
-        parts = [getattr(tree, field.name, None) for field in dataclasses.fields(tree)]
-    elif isinstance(tree, dict):
-        parts = list(tree.values())
-    elif isinstance(tree, list | tuple):
-        parts = list(tree)
-    else:
-        parts = []
-    for part in parts:
-        yield from _keeping_some(part)
+    node = jax.tree_util.default_registry.flatten_one_level(tree)
+    if node is not None:  # no leaf
+        children, _ = node
+        for child in children:
+            yield from _keeping_some(child)

@@ -5,8 +5,8 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 import jax
 from jax.sharding import Mesh
@@ -20,10 +20,9 @@ from .hlo import Collective, HeldBuffer, collectives, peak_buffers
 from .hlo._events import Event, read_schedule
 from .hlo._source_lines import Frame
 
-Traffic = dict[str, Any]
 _NOWHERE: Frame = ("", 0)
 # Generates machine code faster; buffers and collectives are the same.
-_CPU_OPTIONS = {"xla_backend_optimization_level": 0}
+_CPU_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
 # By default the CPU compiler schedules for concurrency, which takes more memory than accelerators
 # need.
 # Barriers of `jax.checkpoint`, which accelerators keep, are kept too. This compiler would sum all
@@ -39,6 +38,27 @@ _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE
 _TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 
 
+class TrafficRow(TypedDict):
+    """Communication over some axes, `times` times in a step, in `bytes` that a device sends."""
+
+    axis: str  # several are joined with `+`
+    kind: str
+    cause: str
+    times: int
+    bytes: int
+
+
+class CompiledLine(TypedDict):
+    """A line of code: what a device sends for it, its temporaries at the peak, and why it sends."""
+
+    file: str
+    line: int
+    bytes: int
+    memory_bytes: int
+    causes: list[str]
+    planned_bytes: int  # that it sends by the plan
+
+
 @dataclass(frozen=True)
 class Compiled:
     """The compiler's figures: bytes of memory on each device, and the communication.
@@ -50,12 +70,12 @@ class Compiled:
     peak: int
     temporaries: int | None  # at the peak
     moved: int | None  # arguments and results
-    traffic: tuple[Traffic, ...] | None
+    traffic: tuple[TrafficRow, ...] | None
     seconds: float
     refused: bool = False
     flops: dict[str, float] = field(default_factory=dict)  # of a device, by dtype
     open_loops: int = 0  # loops of unknown length, counted as one iteration
-    lines: tuple[Traffic, ...] = ()  # communication and memory by line of code
+    lines: tuple[CompiledLine, ...] = ()  # communication and memory by line of code
     events: tuple[Event, ...] = ()  # kernels and transfers in the order of their start
 
     @property
@@ -84,19 +104,59 @@ def compile_job(
     share = 1.0  # of the program's operations, those of one device
     if program is not None:
         share = program.arithmetic.per_device / max(1, program.arithmetic.flops)
-    options = _CPU_OPTIONS
+    flops = {dtype: share * count for dtype, count in counted.flops.items()}
+    platform = mesh.devices.flat[0].platform
+    options = None
     if stands_in:
         options = _STAND_IN
-    settings: dict[str, Any] = {}
+    elif platform == "cpu":
+        options = _CPU_OPTIONS
+    settings: Mapping[str, object] = {}
     if with_lines:
         settings = _ALL_LINES
     # The limit applies where JAX writes lines into the program: when it is lowered.
     with _configured(settings):
         lowered = traced.lower()
         enter_phase("Compiling", what)
-        compiled = compile_for(lowered, mesh, options, with_lines=with_lines)
-    flops = {dtype: share * count for dtype, count in counted.flops.items()}
-    return replace(compiled, flops=flops, open_loops=counted.open_loops)
+        begin = time.perf_counter()
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            peak = None
+            if "RESOURCE_EXHAUSTED" in str(error):
+                peak = needed_bytes(str(error))
+            if peak is None:  # another error, or a message without figures
+                raise RuntimeError(
+                    "The compiler failed on this program; it may succeed for another mesh or "
+                    f"another batch. Its error was: {error}"
+                ) from error
+            seconds = time.perf_counter() - begin
+            loops = counted.open_loops
+            return Compiled(peak, None, None, None, seconds, True, flops, loops)
+        seconds = time.perf_counter() - begin
+    memory: Any = compiled.memory_analysis()
+    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    # Results overwrite donated arguments.
+    persistent = arguments + results - memory.alias_size_in_bytes
+    peak = persistent + memory.temp_size_in_bytes
+    if platform == "tpu":
+        peak = tpu_peak(peak, memory.peak_memory_in_bytes)
+    text = compiled.as_text()
+    communication = collectives(text, mesh)
+    lines: tuple[CompiledLine, ...] = ()
+    if with_lines and text is not None:
+        lines = _by_line(communication, peak_buffers(text), plan)
+    return Compiled(
+        peak=peak,
+        temporaries=max(0, peak - persistent),
+        moved=arguments + results,
+        traffic=_traffic(communication),
+        seconds=seconds,
+        flops=flops,
+        open_loops=counted.open_loops,
+        lines=lines,
+        events=read_schedule(text, mesh),
+    )
 
 
 # JAX leaves out all but a few lines of a program, and takes one with other lines for the same.
@@ -107,7 +167,7 @@ _ALL_LINES = {
 
 
 @contextlib.contextmanager
-def _configured(settings: Mapping[str, Any]) -> Iterator[None]:
+def _configured(settings: Mapping[str, object]) -> Iterator[None]:
     """Sets options of JAX, and resets them afterwards."""
     before = {name: getattr(jax.config, name) for name in settings}
     try:
@@ -122,55 +182,6 @@ def _configured(settings: Mapping[str, Any]) -> Iterator[None]:
 def show_sizes(sizes: Mapping[str, int]) -> str:
     """The sizes of a mesh, such as `"data=1, fsdp=8, model=8"`."""
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-def compile_for(
-    lowered: jax.stages.Lowered,
-    mesh: Mesh,
-    cpu_options: Mapping[str, Any],
-    *,
-    with_lines: bool = False,
-) -> Compiled:
-    """Compiles a lowered program and reads the compiler's figures."""
-    platform = mesh.devices.flat[0].platform
-    begin = time.perf_counter()
-    options = None
-    if platform == "cpu":
-        options = dict(cpu_options)
-    try:
-        compiled = lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        peak = None
-        if "RESOURCE_EXHAUSTED" in str(error):
-            peak = needed_bytes(str(error))
-        if peak is None:  # another error, or a message without figures
-            raise RuntimeError(
-                "The compiler failed on this program; it may succeed for another mesh or another "
-                f"batch. Its error was: {error}"
-            ) from error
-        return Compiled(peak, None, None, None, time.perf_counter() - begin, refused=True)
-    seconds = time.perf_counter() - begin
-    memory: Any = compiled.memory_analysis()
-    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    # Results overwrite donated arguments.
-    persistent = arguments + results - memory.alias_size_in_bytes
-    peak = persistent + memory.temp_size_in_bytes
-    if platform == "tpu":
-        peak = tpu_peak(peak, memory.peak_memory_in_bytes)
-    text = compiled.as_text()
-    communication = collectives(text, mesh)
-    lines: tuple[Traffic, ...] = ()
-    if with_lines and text is not None:
-        lines = _by_line(communication, peak_buffers(text))
-    return Compiled(
-        peak=peak,
-        temporaries=max(0, peak - persistent),
-        moved=arguments + results,
-        traffic=_traffic(communication),
-        lines=lines,
-        events=read_schedule(text, mesh),
-        seconds=seconds,
-    )
 
 
 def tpu_peak(allocated: int, reported: int) -> int:
@@ -191,7 +202,7 @@ def needed_bytes(message: str) -> int | None:
     return round(float(needed[1]) * _UNITS[needed[2]])
 
 
-def _traffic(communication: Sequence[Collective]) -> tuple[Traffic, ...]:
+def _traffic(communication: Sequence[Collective]) -> tuple[TrafficRow, ...]:
     """The communication of one device in a step, grouped by axis, kind and cause, largest first."""
     times: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
@@ -199,22 +210,23 @@ def _traffic(communication: Sequence[Collective]) -> tuple[Traffic, ...]:
         key = "+".join(each.axes), each.kind, cause(each.source)
         times[key] += each.count
         sent[key] += each.count * each.sent_bytes
-    rows: list[Traffic] = []
+    rows: list[TrafficRow] = []
     for key, size in sent.most_common():
         axis, kind, why = key
-        row = {"axis": axis, "kind": kind, "cause": why, "times": times[key], "bytes": size}
-        rows.append(row)
+        rows.append({"axis": axis, "kind": kind, "cause": why, "times": times[key], "bytes": size})
     return tuple(rows)
 
 
 def _by_line(
-    communication: Sequence[Collective], buffers: Sequence[HeldBuffer]
-) -> tuple[Traffic, ...]:
-    """The communication of one device in a step, and its temporary memory at the peak, by line.
+    communication: Sequence[Collective], buffers: Sequence[HeldBuffer], plan: Plan
+) -> tuple[CompiledLine, ...]:
+    """The communication of one device in a step, as compiled and as planned, and its temporary
+    memory at the peak, by line.
 
     A line is the innermost one in the user's code, or in a model of redcoast.
     """
     sent: Counter[Frame] = Counter()
+    planned: Counter[Frame] = Counter()
     memory: Counter[Frame] = Counter()
     causes: dict[Frame, Counter[str]] = defaultdict(Counter)
     for each in communication:
@@ -224,15 +236,26 @@ def _by_line(
         causes[line][f"{each.kind}, {cause(each.source)}"] += size
     for buffer in buffers:
         memory[own_or_model_frame(buffer.frames) or _NOWHERE] += buffer.bytes
+    program = plan.report.program_or_none
+    if program is not None:
+        for cost in program.lines:
+            # Compiled programs have no lines of redcoast's models.
+            planned[cost.caller] += cost.sent_bytes
     # Lines that send and lines that hold memory may be different ones.
     costs = {line: sent[line] + memory[line] for line in (*sent, *memory)}
-    lines: list[Traffic] = []
-    for line, _ in sorted(costs.items(), key=lambda item: -item[1]):
-        file, number = line
-        named = [why for why, size in causes[line].most_common() if size]
-        sizes = {"bytes": sent[line], "memory_bytes": memory[line]}
-        if costs[line]:
-            lines.append({"file": file, "line": number, **sizes, "causes": named})
+    lines: list[CompiledLine] = []
+    for line, size in sorted(costs.items(), key=lambda item: -item[1]):
+        if not size:
+            continue
+        compiled_line = CompiledLine(
+            file=line[0],
+            line=line[1],
+            bytes=sent[line],
+            memory_bytes=memory[line],
+            causes=[why for why, part in causes[line].most_common() if part],
+            planned_bytes=planned[line],
+        )
+        lines.append(compiled_line)
     return tuple(lines)
 
 

@@ -1,7 +1,6 @@
 """Compiles a training step without the devices it is for."""
 
 import functools as ft
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -24,7 +23,7 @@ from ..sharding.tree._overrides import Override
 from ..train._compiler_options import Option, show_options
 from ..train._loss import LossFn
 from ._changes import find_changes
-from ._compile_job import Compiled, Traffic, compile_job, show_sizes
+from ._compile_job import Compiled, compile_job, show_sizes
 from ._devices import Place, planner_hardware, target_place
 from ._job import Job, as_init_fn, make_job, plan_job, split_batch
 from ._links import axis_bandwidths, slow_axes
@@ -206,19 +205,8 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         rows=job.rows,
         compile_seconds=compiled.seconds,
         plan=plan,
-        lines=_with_plan(compiled.lines, plan),
+        lines=compiled.lines,
     )
-
-
-def _with_plan(lines: Sequence[Traffic], plan: Plan) -> tuple[Traffic, ...]:
-    """The lines of code of a compiled program, with the bytes that the plan says they send."""
-    planned: Counter[tuple[str, int]] = Counter()
-    program = plan.report.program_or_none
-    if program is not None:
-        for cost in program.lines:
-            # Compiled programs have no lines of redcoast's models.
-            planned[cost.caller] += cost.sent_bytes
-    return tuple({**line, "planned_bytes": planned[line["file"], line["line"]]} for line in lines)
 
 
 def _repeated(plan: Plan, mesh: Mesh) -> float:

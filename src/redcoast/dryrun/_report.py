@@ -11,6 +11,7 @@ from ..sharding import Plan
 from ..sharding.report._data import LineCost
 from ..sharding.report._source_page import draw_source_page
 from ..sharding.report._text import hanging, megabytes, paragraph
+from ._compile_job import CompiledLine, TrafficRow
 from ._roofline import Bounds
 from ._step_time import StepTime, TrainingCost, cost_of, show_step_time
 from ._target_name import parse_target
@@ -96,14 +97,14 @@ class DryRun:
     fits: bool
     refused: bool
     memory: dict[str, int]
-    traffic: tuple[dict[str, Any], ...]
+    traffic: tuple[TrafficRow, ...]
     sent_bytes: int | None
     arithmetic: dict[str, float]
     bounds: Bounds | None
     compile_seconds: float
     plan: Plan = field(repr=False)
     changes: tuple[Change, ...] = ()
-    lines: tuple[dict[str, Any], ...] = ()
+    lines: tuple[CompiledLine, ...] = ()
     step: StepTime | None = None
     rows: int = 0
 
@@ -217,7 +218,7 @@ class DryRun:
         return "\n".join(lines)
 
 
-def _line_figures(lines: Sequence[dict[str, Any]]) -> str:
+def _line_figures(lines: Sequence[CompiledLine]) -> str:
     """The first columns of a table of lines of code: the sums over some of them, in megabytes."""
     columns = ""
     for name in ("memory_bytes", "bytes", "planned_bytes"):

@@ -81,7 +81,7 @@ class TargetComparison:
 
 @hide_frames
 def compare_targets(
-    init_fn: Callable[..., Any],
+    init_fn: Callable[..., PyTree],
     loss_fn: LossFn,
     batch: PyTree,
     optimizer: optax.GradientTransformation,

@@ -36,7 +36,7 @@ from ._step_time import estimate_step_time
 
 @hide_frames
 def dry_run(
-    init_fn: Callable[..., Any],
+    init_fn: Callable[..., PyTree],
     loss_fn: LossFn,
     batch: PyTree,
     optimizer: optax.GradientTransformation,
@@ -243,6 +243,6 @@ def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, i
     return memory
 
 
-def _shard_bytes(x: Any, sharding: Sharding) -> int:
+def _shard_bytes(x: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> int:
     """The bytes of an array on each device."""
     return prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize

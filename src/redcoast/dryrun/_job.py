@@ -3,7 +3,7 @@
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -27,6 +27,7 @@ from ..train._compile import compile_step
 from ..train._compiler_options import Option
 from ..train._loss import LossFn
 from ..train._plan_step import plan_training
+from ..train._precision import ComputeDtype
 from ..train._state import TrainState, init_state, is_model
 from ..train._training import Training, make_training
 from ._phases import enter_phase
@@ -53,12 +54,12 @@ class Job:
         return jax.tree.leaves(of_examples or parts)[0].shape[0]
 
 
-def as_init_fn(model_or_init_fn: Any) -> Callable[..., Any]:
+def as_init_fn(model_or_init_fn: PyTree) -> Callable[..., PyTree]:
     """Returns a function `init_fn(key)` that returns a model, or creates it from its shapes."""
     if not is_model(model_or_init_fn):
         return model_or_init_fn
 
-    def create(x: Any) -> Any:
+    def create(x: PyTree) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             return jnp.zeros(x.shape, x.dtype)
         return x
@@ -67,13 +68,13 @@ def as_init_fn(model_or_init_fn: Any) -> Callable[..., Any]:
 
 
 def make_job(
-    init_fn: Callable[..., Any],
+    init_fn: Callable[..., PyTree],
     loss_fn: LossFn,
     batch: PyTree,
     optimizer: optax.GradientTransformation,
     *,
     accumulate: int = 1,
-    compute_dtype: Any = None,
+    compute_dtype: ComputeDtype = None,
     overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
@@ -163,7 +164,7 @@ def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
 def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
     """The batch with the sharding that `fit` gives it."""
 
-    def place(x: Any) -> jax.ShapeDtypeStruct:
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, P())
         if x.shape:
             sharding = batch_sharding(mesh, x.shape[0])

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -81,7 +80,7 @@ def _places(target: TargetDevices, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensi
     return np.array(places).reshape(*devices.shape, 1 + dimensions)
 
 
-def _halves(target: TargetDevices) -> list[Any]:
+def _halves(target: TargetDevices) -> list[_Half]:
     # JAX's coordinates have three dimensions, of which the first varies fastest.
     shape = (*target.shape, 1)[:3]
     cores = target.chip.cores

@@ -125,14 +125,20 @@ def evaluate(
         return means.pop("loss"), means
 
     with auto_ambient_mesh():
-        plan, batches, key = _plan(loss, model, loading, mesh, key)
+        first, batches = _read(loading, model, mesh, key)
+        key = _key_on(mesh, key)
+        plan = _plan(loss, model, mesh, first, key)
         count = count_in_epoch(loading.examples)
-        # The mean over one batch is the mean over its examples, whatever they depend on.
-        if count is None or count > (loading.batch_size or 0):
-            batches = _check_coupling(plan, model, batches, loss_fn, compute_dtype)
+        # The mean over one batch is the mean over its examples, whatever they depend on. Nodes of
+        # graphs depend on each other, and graphs need not.
+        is_mean = count is not None and count <= (loading.batch_size or 0)
+        if not is_mean and not first.per_batch:
+            traced = ExaminedLoss(loss_fn, model, first.arrays, plan.mesh, compute_dtype)
+            # Nothing is planned for one device.
+            warn_if_not_mean(traced, first.rows, plan.report.program_or_none)
         evaluation = compile_loss(loss_fn, plan, compute_dtype)
         placed = place_tree(model, plan.shardings)
-        batches = _check_program("the program of the loss", evaluation, placed, batches, key)
+        check_program("the program of the loss", evaluation, placed, first.arrays, key)
         return run_evaluation(evaluation, placed, batches, key)
 
 
@@ -225,90 +231,59 @@ def predict_examples(
     model, key = on_auto_axes((tree_to_jax_dtypes(model, "the model"), key))
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
     with auto_ambient_mesh():
-        plan, batches, key = _plan(predicted, model, loading, mesh, key)
+        first, batches = _read(loading, model, mesh, key)
+        key = _key_on(mesh, key)
+        plan = _plan(predicted, model, mesh, first, key)
         prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
         placed = place_tree(model, plan.shardings)
-        batches = _check_program("the program of the prediction", prediction, placed, batches, key)
+        check_program("the program of the prediction", prediction, placed, first.arrays, key)
         outputs = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
         if gather == "none":
             return list(outputs)
         return [entry for _, entry in outputs]
 
 
-def _plan(
-    program: Callable[..., PyTree],
-    model: PyTree,
-    loading: _Loading,
-    mesh: Mesh,
-    key: PRNGKeyArray | None,
-) -> tuple[Plan, Generator[Loaded, None, None], PRNGKeyArray]:
-    """The plan of a program on the first batch, all batches, and the key on the devices."""
+def _read(
+    loading: _Loading, model: PyTree, mesh: Mesh, key: PRNGKeyArray | None
+) -> tuple[Loaded, Generator[Loaded, None, None]]:
+    """The first batch, and all batches.
+
+    Raises `ValueError` if there is none, or if processes have different models, keys or examples.
+    """
     examples, collate_fn, batch_size, threads = loading
     if jax.process_count() > 1:  # they would wait for each other forever
         values = {"`batch_size`": batch_size, "the number of `examples`": count_in_epoch(examples)}
         values |= {"`mesh`": dict(mesh.shape), "`key`": describe_array(_default(key))}
-        first = first_examples(examples, collate_fn, batch_size=batch_size, mesh=mesh)
-        agree(values, {"the model": tree_listing(model), "the first examples": first})
+        examined = first_examples(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+        agree(values, {"the model": tree_listing(model), "the first examples": examined})
     batches = ordered_batches(
         examples, collate_fn, batch_size=batch_size, mesh=mesh, threads=threads
     )
-    # The key of a state is on the devices of its run, which may be other devices.
-    key = put(_default(key), NamedSharding(mesh, P()))
-    if mesh.size == 1:
-        # One device needs no trace of the program to be planned for.
-        return plan_shardings(model, mesh), batches, key
-    first = _first(batches)
-    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, key))
-    return plan, _and_rest(first, batches), key
-
-
-def _first(batches: Generator[Loaded, None, None]) -> Loaded:
-    """The first batch; raises `ValueError` if there is none."""
     first = next(batches, None)
     if first is None:
         raise ValueError("`examples` gave no examples. Pass at least one.")
-    return first
+
+    def first_and_rest() -> Generator[Loaded, None, None]:
+        # Its threads end with this generator, also if it is not read to the end.
+        with contextlib.closing(batches):
+            yield first
+            yield from batches
+
+    return first, first_and_rest()
 
 
-def _and_rest(
-    first: Loaded, batches: Generator[Loaded, None, None]
-) -> Generator[Loaded, None, None]:
-    # Its threads end with this generator, also if it is not read to the end.
-    with contextlib.closing(batches):
-        yield first
-        yield from batches
+def _key_on(mesh: Mesh, key: PRNGKeyArray | None) -> PRNGKeyArray:
+    # The key of a state is on the devices of its run, which may be other devices.
+    return put(_default(key), NamedSharding(mesh, P()))
 
 
-def _check_program(
-    name: str,
-    program: CompiledCall,
-    model: PyTree,
-    batches: Generator[Loaded, None, None],
-    key: PRNGKeyArray,
-) -> Generator[Loaded, None, None]:
-    """All batches, after it was checked that processes have the same program for the first."""
-    if jax.process_count() == 1:
-        return batches
-    first = _first(batches)
-    check_program(name, program, model, first.arrays, key)
-    return _and_rest(first, batches)
-
-
-def _check_coupling(
-    plan: Plan,
-    model: PyTree,
-    batches: Generator[Loaded, None, None],
-    loss_fn: LossFn,
-    compute_dtype: ComputeDtype,
-) -> Generator[Loaded, None, None]:
-    """All batches, after a warning if the mean over them is not the mean over their examples."""
-    first = _first(batches)
-    if first.per_batch:  # nodes depend on each other, and graphs need not
-        return _and_rest(first, batches)
-    loss = ExaminedLoss(loss_fn, model, first.arrays, plan.mesh, compute_dtype)
-    # Nothing is planned for one device.
-    warn_if_not_mean(loss, first.rows, plan.report.program_or_none)
-    return _and_rest(first, batches)
+def _plan(
+    program: Callable[..., PyTree], model: PyTree, mesh: Mesh, first: Loaded, key: PRNGKeyArray
+) -> Plan:
+    if mesh.size == 1:
+        # One device needs no trace of the program to be planned for.
+        return plan_shardings(model, mesh)
+    return plan_shardings(model, mesh, fn=program, args=(first.arrays, key))
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:

@@ -327,7 +327,7 @@ def test_tokens_beyond_the_positions_are_refused():
             "Beam search does not sample, but",
         ),
         ({"beams": 2, "top_k": 5}, "Beam search does not sample"),
-        ({"beams": 2, "stream": id}, "`stream` is not supported for beam search"),
+        ({"beams": 2, "stream": id}, "`stream` and `stop` are not supported for beam search"),
         ({"eos": 11}, "`eos` has 11, but the token ids of the vocabulary are 0 to 10"),
         ({"eos": (3, -1)}, "`eos` has -1"),
         ({"mask": LEFT_MASK[:, 1:]}, r"`mask` has shape \(4, 6\)"),

@@ -83,8 +83,8 @@ def refuse_filter_of_numpy(model: PyTree, trainable: PyTree) -> None:
     if changed:
         raise ValueError(
             f"`trainable` selects other leaves once the NumPy arrays at {several(changed, 3)} are "
-            "arrays of JAX, to which training converts them: it may ask for the type of a leaf, as "
-            "by `isinstance(x, jax.Array)`. Select leaves by path, such as with "
+            "arrays of JAX, to which training converts them. It may test the type of a leaf, as "
+            "`isinstance(x, jax.Array)` does. Select leaves by path, such as with "
             f"`trainable=lambda path, x: path != {changed[0]!r}`, or by a tree of booleans."
         )
 

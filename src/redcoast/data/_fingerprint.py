@@ -33,7 +33,7 @@ def warn_of_other_examples(
     if differ < _SHARE * len(now):
         return
     logger.warning(
-        "`examples` have another order than when the run was started, or are others: of %d that "
+        "`examples` have another order than when the run was started, or are different: of %d that "
         "were compared, %d differ. The run goes on with them, so some may be seen twice in this "
         "epoch and others not at all. Shuffle them with a seed, or leave that to `fit`, which "
         "shuffles in each epoch; for other data, choose another directory.",

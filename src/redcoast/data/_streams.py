@@ -359,8 +359,8 @@ class RepeatedStream(Stream):
             return
         logger.warning(
             "`%s` has given %s items in its first epoch, which has not ended. If it is endless, "
-            "neither does the run: pass `steps` in place of `epochs`, or a part of it, such as "
-            "`itertools.islice` gives. If it ends, nothing is wrong.",
+            "the run does not end either: pass `steps` in place of `epochs`, or a part of it, such "
+            "as `itertools.islice` returns. If it ends, ignore this warning.",
             *(self._name, f"{_LONG:,}"),
         )
 

@@ -113,6 +113,7 @@ def token_windows(
     longest = max(map(len, parts), default=0)
     if longest < length:
         raise ValueError(
-            f"`tokens` has at most {longest} tokens in an array, fewer than a window of {length}."
+            f"`tokens` has at most {longest} tokens in an array, fewer than a window of {length}. "
+            "Pass a smaller `length`, or longer arrays."
         )
     return TokenWindows(parts, length, stride)

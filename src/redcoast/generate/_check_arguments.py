@@ -30,7 +30,7 @@ def check_count(max_new_tokens: object) -> None:
 def check_stream(beams: int, *, traced: bool) -> None:
     if beams > 1:
         raise ValueError(
-            f"`stream` is not supported for beam search (`beams={beams}`), nor is `stop`: it "
+            f"`stream` and `stop` are not supported for beam search (`beams={beams}`), which "
             "determines its tokens only at the end. Pass `beams=1`, or neither of them."
         )
     if traced:

@@ -142,8 +142,8 @@ def best_mesh(settings: RunSettings, state: TrainState, data: Batches, *, quiet:
 
     if data.is_split:
         raise ValueError(
-            "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
-            'of "auto".'
+            "With `split_by_host`, the mesh determines which examples each process reads. Pass a "
+            'mesh instead of "auto".'
         )
     job = Job(state, data.spec, settings.training, settings.overrides, settings.memory)
     return auto_mesh(job, quiet=quiet)

@@ -108,7 +108,9 @@ def check_local(config: Any) -> None:
     """Raises if `local` does not have one entry for each layer, or needs a missing `window`."""
     check_entries(config, "local")
     if any(config.local) and config.window is None:
-        raise ValueError("`local` gives layers a window, so `window` must be its size.")
+        raise ValueError(
+            "`local` gives layers a window, but `window` is None. Pass its size in tokens."
+        )
 
 
 def check_chosen(config: Any) -> None:

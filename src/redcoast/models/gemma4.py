@@ -106,7 +106,10 @@ class Gemma4Config(GroupedConfig):
             object.__setattr__(self, "local", local)
         check_local(self)
         if self.local[-1]:
-            raise ValueError("`local` gives the last layer a window, which it never has.")
+            raise ValueError(
+                "`local` gives the last layer a window, but the last layer of a Gemma 4 has none. "
+                "Pass False as its last entry."
+            )
         check_chosen(self)
         check_even(self, "head_dim", "global_head_dim")
         if self.rotated % 2 or self.rotated > self.global_head_dim:
@@ -129,8 +132,9 @@ class Gemma4Config(GroupedConfig):
         for side, which in (("near", "with"), ("far", "without")):
             if f"{side}_shared" in self.kinds and side not in self.kinds:
                 raise ValueError(
-                    f"`shared_layers` has layers {which} a window, but no layer before them "
-                    f"{which} a window has keys and values for them."
+                    f"`shared_layers={self.shared_layers}` includes layers {which} a window, but "
+                    f"no layer before them {which} a window has keys and values to share. Pass a "
+                    "smaller number."
                 )
 
     @property

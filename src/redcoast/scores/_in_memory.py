@@ -63,7 +63,10 @@ class InMemory(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         if self.render is None:
-            raise ValueError("Pass `chat_template` to `lm_eval_model` to render chats.")
+            raise ValueError(
+                "A task needs a chat template, but `lm_eval_model` was called without one. Pass "
+                "`chat_template`, such as `rc.load_chat_template(path)`."
+            )
         return self.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def _loglikelihood_tokens(

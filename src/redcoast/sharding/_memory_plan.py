@@ -116,8 +116,8 @@ def _recompute_within(
     if not traced.trains:
         if must_fit:
             raise ValueError(
-                f"`memory={memory:,.0f}` is about what the backward pass of a loss keeps, and the "
-                "first result of `fn` is not a floating point scalar. Leave out `memory`."
+                f"`memory={memory:,.0f}` limits what a backward pass keeps, but `fn` has none: its "
+                "first result is not a floating-point scalar. Pass a loss, or leave out `memory`."
             )
         return planned
     activations = report.memory.activations

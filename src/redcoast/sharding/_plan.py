@@ -106,7 +106,7 @@ class Plan:
             ```
         """
         if by not in ("array", "line"):
-            raise ValueError(f'`by` is {by!r}. A table is by "array" or by "line".')
+            raise ValueError(f'`by` is {by!r}. It must be "array" or "line".')
         if by == "line":
             from .report._lines import draw_lines
 

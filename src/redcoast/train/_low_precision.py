@@ -149,10 +149,11 @@ class LowPrecision:
         results = evaluation.run(traced.jaxpr, values)
         if not evaluation.count:
             raise ValueError(
-                f"No product of `{self.__name__}` is computed in {self.numbers}. It needs a "
-                "product of other values with an array of its first argument, of which both sides "
-                f"have at least {_LEAST} elements, and which `exclude` does not leave out: by "
-                "default, it leaves out the last one."
+                f"No product of `{self.__name__}` is computed in {self.numbers}. These are the "
+                "products of other values with an array of its first argument, if both sides of "
+                f"the array have at least {_LEAST} elements and `exclude` does not match it. By "
+                "default, `exclude` matches the array of the last product; pass `exclude=()` to "
+                "compute that one too."
             )
         return join([value.x for value in results], traced.output)
 

@@ -93,7 +93,10 @@ def _trace_update(
             )
         new_opt_state, of_new_state = split(new_state)
         if of_new_state.structure != of_opt_state.structure:
-            raise ValueError("An update returns a state of another structure.")
+            raise ValueError(
+                "`optimizer.update` must return a state of the structure that it was given, but "
+                "returned another one."
+            )
         if average:
             params = optax.apply_updates(params, updates)
             averaged = join(average, of_average).after(params, jnp.ones((), bool))

@@ -118,7 +118,10 @@ def moving_average(old: PyTree, new: PyTree, decay: float | Float[Array, ""]) ->
         if not 0 <= decay <= 1:
             raise ValueError(f"`decay` is {decay}. It must be between 0 and 1.")
     if jax.tree.structure(old) != jax.tree.structure(new):
-        raise ValueError("`old` and `new` have different structures; average trees of one kind.")
+        raise ValueError(
+            "`old` and `new` have different structures. Pass two trees of the same structure, such "
+            "as a target network and the model."
+        )
 
     def mix(a: PyTree, b: PyTree) -> PyTree:
         if not eqx.is_inexact_array(a):

@@ -124,7 +124,7 @@ def apply_rule(pair: EquationPair, inputs: Sequence[RowState]) -> list[RowState]
             return [RowDim(dim, None)] * count
         if not rule.operands and factors & rule.indexed:
             raise MixesRows(f"`{name}` numbers the rows")
-        raise MixesRows(f"`{name}` makes rows")
+        raise MixesRows(f"`{name}` creates an array with a row for each example")
     # The rows of all operands have to be at the same place of the same factor.
     rows, *others = by_operand.values()
     for other in others:
@@ -175,7 +175,7 @@ def _within_factor(
                 return _WithinFactor(factor, outer, own // (outer * count))
             break
         slower *= own
-    raise MixesRows(f"`{pair.name}` tears rows apart")
+    raise MixesRows(f"`{pair.name}` does not keep the elements of a row together")
 
 
 def _sum_over_rows(name: str, rule: Rule, with_rows: Collection[int]) -> RowState:

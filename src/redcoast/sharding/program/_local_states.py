@@ -154,7 +154,7 @@ class LocalStates:
         # everything that follows from it differs too.
         step = self._operation(equation, _replace_all(states, OWN, None))
         if SUM in step.results:
-            raise NotLocal(f"`{name}` sums what differs from device to device")
+            raise NotLocal(f"`{name}` sums values that differ between devices")
         if not CONDITIONS.isdisjoint(step.results):
             raise NotLocal(f"`{name}` combines conditions that differ from device to device")
         operands = list(step.operands)
@@ -238,7 +238,7 @@ class LocalStates:
             results = list(map(join_states, results, self.of_jaxpr(branch, operands)))
         if index is OWN:
             if SUM in results:
-                raise NotLocal("a sum over rows has other terms on each device")
+                raise NotLocal("a sum over rows has different terms on each device")
             return LocalStep(tuple(states), _differing(results, _of_operands(equation)))
         return LocalStep(tuple(states), tuple(results))
 
@@ -299,7 +299,7 @@ class LocalStates:
         """The factor whose blocks the devices have, if they divide a dimension."""
         factor = next(factor for factor in dimension if rule.sizes[factor] > 1)
         if rule.sizes[factor] % self.count:
-            raise NotLocal(f"`{name}` tears rows apart")
+            raise NotLocal(f"`{name}` does not keep the elements of a row together")
         return factor
 
     def _place(
@@ -312,7 +312,7 @@ class LocalStates:
         if not places:
             return None
         if self._slowest(name, rule, dimensions[places[0]]) != factor:
-            raise NotLocal(f"`{name}` tears rows apart")
+            raise NotLocal(f"`{name}` does not keep the elements of a row together")
         return places[0]
 
 
@@ -446,7 +446,7 @@ def _differing(states: Sequence[State], operands: Sequence[int | None]) -> State
     results = []
     for state, operand in zip(states, operands, strict=True):
         if operand is None and (state is SUM or state in CONDITIONS):
-            raise NotLocal("a sum over rows has other terms on each device")
+            raise NotLocal("a sum over rows has different terms on each device")
         if operand is None and state is None:
             state = OWN
         results.append(state)

@@ -110,7 +110,7 @@ class Decoding:
         _check_conflicts(self)
 
     def without_sampling(self) -> "Decoding":
-        """The same options, but greedy decoding or beam search."""
+        """Returns the same options without sampling, for greedy decoding or beam search."""
         return dataclasses.replace(self, **UNSAMPLED)
 
 

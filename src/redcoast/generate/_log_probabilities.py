@@ -37,7 +37,7 @@ def log_probabilities(
     - `exact`: whether to compute the values as in decoding. Each device needs memory for all
         weights, and rows should have the same number of columns as when they were generated, or one
         with the same next power of two. Inside a `jax.jit` of your own, a sharded model needs its
-        mesh as the ambient mesh; `fit`, `prepare` and `plan.constrain` know it.
+        mesh as the ambient mesh (`jax.set_mesh`); `fit`, `prepare` and `plan.constrain` set it.
     - `chunk`: the maximum number of positions whose logits are in memory at a time.
 
     **Returns:**

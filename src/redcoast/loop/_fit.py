@@ -140,12 +140,12 @@ def fit(
         default, the step is planned. `"verify"` also compares loss and gradients with a program for
         one device, on a few examples; the model must fit on one device.
     - `workers`, `ahead`: as for [`redcoast.batches`][].
-    - `steps_per_call`: the number of steps in one call of a compiled program. By default, each step
-        of a model that is not small is a call, and several short steps are one: as many as take 5
-        milliseconds, at most 32. The results are the same bit for bit, and each step is logged, but
-        a signal stops the run after the call. 1 makes each step a call. Pass a larger
-        number for other models with short steps; it needs memory for as many batches and for two
-        copies of the state.
+    - `steps_per_call`: the number of steps in one call of a compiled program. By default, for
+        small models, one call takes as many steps as fit into 5 milliseconds, at most 32; for other
+        models, it takes one. The results are the same bit for bit, and each step is logged, but a
+        signal stops the run after the call. With 1, each call takes one step. Pass a larger number
+        for other models with short steps; it needs memory for as many batches and for two copies
+        of the state.
     - `memory`: the bytes of each device that a step may take. If the plan takes more, the backward
         pass recomputes values, with the least additional arithmetic by an estimate; see
         `plan.report.program.recomputed`. `"auto"` is 85 % of the memory that the devices report;

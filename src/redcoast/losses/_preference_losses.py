@@ -140,8 +140,8 @@ def kto(
         reference: the sum over its tokens, in nats.
     - `desirable`: whether each answer is a good one.
     - `unrelated`, `reference_unrelated`: the log-probabilities of answers to other prompts, usually
-        those of the batch moved on by one. From them, the divergence from the reference (z0) is
-        estimated, which is a constant in the loss, and at least 0.
+        the answers of the batch, shifted by one row. From them, the divergence from the reference
+        (z0) is estimated, which is a constant in the loss, and at least 0.
     - `beta`: how strongly the model is kept near the reference.
     - `desirable_weight`, `undesirable_weight`: the weights of good and bad answers. The paper
         recommends weights that make up for unequal numbers.

@@ -43,7 +43,7 @@ class QuantisedWeight(AbstractQuantised):
         floating type is neither trained nor cast to a compute dtype.
     - `numbers`: `"nf4"` or `"int8"`.
     - `axis`: the dimension of the blocks, counted from the last, as -1.
-    - `dtype`: the dtype of the weight before.
+    - `dtype`: the dtype of the weight before it was quantised.
     """
 
     codes: UInt[Array, "..."] | Int[Array, "..."]

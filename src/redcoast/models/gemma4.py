@@ -65,8 +65,9 @@ class Gemma4Config(GroupedConfig):
     - `local_rope_base`: the base in layers with a window.
     - `keys_are_values`: whether keys, without their norm and rotation, serve as values in layers
       without a window.
-    - `shared_layers`: the number of last layers that have no keys and values of their own. They
-      take the keys and values of the last layer before them that has a window if they have one.
+    - `shared_layers`: the number of last layers that have no keys and values of their own. A layer
+      with a window uses the keys and values of the last earlier layer with a window, and one
+      without a window those of the last one without.
     - `wide_shared`: whether the feed-forward networks of these layers are twice as wide.
     - `layer_size`: the size of the embeddings that each layer has of the tokens; none by default.
     - `layer_vocab`: the vocabulary size of these embeddings; by default, the model's.

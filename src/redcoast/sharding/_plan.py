@@ -294,10 +294,10 @@ def infer_shardings(
         `args=(batch, key)`; of a `TrainState`, `fn(state.model, *args)`. The first of `args` is the
         batch, batch dimension first. All may be abstract.
     - `overrides`: Ordered pairs of a pattern and a spec. The pattern is a regular expression that
-        is searched in the paths of arrays, such as `layers/0/attention/wq`; the first that matches
-        decides. The spec is a `PartitionSpec`, a tuple or `None` (replicated), and is used as it
-        is. In a `TrainState`, paths are those inside the model, and the optimizer's state is
-        sharded like the parameters.
+        is searched in the paths of arrays, such as `layers/0/attention/wq`; the first pair
+        that matches applies. The spec is a `PartitionSpec`, a tuple or `None` (replicated), and is
+        used as it is. In a `TrainState`, paths are those inside the model, and the optimizer's
+        state is sharded like the parameters.
 
     **Returns:**
 
@@ -343,12 +343,12 @@ def plan_shardings(
     """Plans how to shard the arrays of a tree over a mesh, with the reason for each.
 
     With a function, every dimension is followed through every operation of its program. Dimensions
-    that can only be sharded together form a class. The cost of a class is by how many seconds a
-    step is estimated to take longer if it is sharded over `model`: the communication that is added,
-    less the arithmetic and memory traffic that are divided. The set of classes with the lowest cost
-    is tensor-parallel. Other large arrays are FSDP-sharded, or replicated if the devices are known
-    to have memory to spare. If tensor parallelism is not worth its cost for any class, the batch is
-    split over `model` as well.
+    that can only be sharded together form a class. The cost of a class is the estimated number of
+    seconds by which a step takes longer if the class is sharded over `model`: the time of the
+    communication that is added, less that of the arithmetic and memory traffic that are divided.
+    The set of classes with the lowest cost is tensor-parallel. Other large arrays are FSDP-sharded,
+    or replicated if the devices are known to have memory to spare. If tensor parallelism is not
+    worth its cost for any class, the batch is split over `model` as well.
 
     On a mesh with `pipe`, the layers of a loss that are a `jax.lax.scan` are divided over the
     stages of a pipeline (arXiv:2105.04663, section 3.3): `plan.constrain` runs all stages at once,
@@ -394,9 +394,9 @@ def plan_shardings(
     **Raises:**
 
     `ValueError`, as [`redcoast.infer_shardings`][] does; if no plan stays within the budget, or
-    within `memory` with all that can be recomputed; if the
-    mesh has `pipe` and the layers of a loss cannot run as a pipeline; and if an argument that
-    describes the program of a function is given without `fn`.
+    within `memory` with all that can be recomputed; if the mesh has `pipe` and the layers of a loss
+    cannot run as a pipeline; and if an argument that describes the program of a function is given
+    without `fn`.
 
     !!! example
 

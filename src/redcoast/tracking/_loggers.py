@@ -37,7 +37,7 @@ class _Stop:
     """A value that a function in `log` returns to stop the run after the current step.
 
     [`redcoast.fit`][] then saves the state and returns it. Several processes all stop after the
-    same step, which is the next one.
+    next step.
 
     !!! Example
 

@@ -89,9 +89,9 @@ def compile_step(
     **Raises:**
 
     `TypeError` if a leaf of `state_shardings` is not a sharding, or an option is not a boolean, a
-    number or a string. `ValueError` if it has no leaves
-    or does not match the state that the step is called with; if an argument was donated to an
-    earlier step; or if the step does not return `(state, aux)` with a state of the same structure.
+    number or a string. `ValueError` if `state_shardings` has no leaves or does not match the state
+    that the step is called with; if an argument was donated to an earlier step; or if the step does
+    not return `(state, aux)` with a state of the same structure.
 
     !!! Example
 

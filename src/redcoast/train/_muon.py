@@ -54,7 +54,7 @@ def muon(
     - `dimensions`: Which arrays are matrices, and their dimensions, from
         [`redcoast.matrix_dimensions`][].
     - `others`: The optimizer of all other arrays, such as `optax.adamw(3e-4)`.
-    - `momentum`: How much of the momentum is kept in each step, in [0, 1).
+    - `momentum`: The decay of the momentum in each step, in [0, 1).
     - `iterations`: The number of Newton-Schulz iterations.
     - `weight_decay`: The matrices decay by `learning_rate * weight_decay` in each step.
     - `rms`: If given, the root mean square of an update before the learning rate, whatever the

@@ -54,9 +54,9 @@ def shampoo(
     - `dimensions`: Which arrays are matrices, and their dimensions, from
         [`redcoast.matrix_dimensions`][].
     - `others`: The optimizer of all other arrays, such as `optax.adamw(3e-4)`.
-    - `b1`: How much of the mean of the updates is kept in each step, in [0, 1).
-    - `b2`: How much of the mean of the gradients' squares is kept in each step, in [0, 1).
-    - `statistics`: How much of the statistics of each side is kept in each step, in [0, 1).
+    - `b1`: The decay of the moving average of the updates, in [0, 1).
+    - `b2`: The decay of the moving average of the squared gradients, in [0, 1).
+    - `statistics`: The decay of the moving average of the statistics of each side, in [0, 1).
     - `eps`: Added to the eigenvalues of the statistics, times the largest of them.
     - `frequency`: The number of steps between computations of the roots.
     - `weight_decay`: The matrices decay by `learning_rate * weight_decay` in each step.

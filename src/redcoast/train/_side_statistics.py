@@ -70,7 +70,7 @@ class Side(NamedTuple):
 
 
 class SideOptions(NamedTuple):
-    """How much of each mean is kept in a step, what is added to divisors, and after how many steps
+    """The decay of each moving average, what is added to divisors, and after how many steps
     what follows from the statistics is computed again."""
 
     b1: float

@@ -50,9 +50,9 @@ def soap(
     - `dimensions`: Which arrays are matrices, and their dimensions, from
         [`redcoast.matrix_dimensions`][].
     - `others`: The optimizer of all other arrays, such as `optax.adamw(3e-4)`.
-    - `b1`, `b2`: How much of the mean of the gradients, and of their squares, is kept in each step,
-        in [0, 1).
-    - `statistics`: How much of the statistics of each side is kept in each step, in [0, 1).
+    - `b1`, `b2`: The decays of the moving averages of the gradients and of their squares, in
+        [0, 1).
+    - `statistics`: The decay of the moving average of the statistics of each side, in [0, 1).
     - `eps`: Added to the root of the squares.
     - `frequency`: The number of steps between computations of the eigenvectors.
     - `weight_decay`: The matrices decay by `learning_rate * weight_decay` in each step.

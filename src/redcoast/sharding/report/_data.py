@@ -329,9 +329,9 @@ class PlanReport:
         return find_not_done(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as dicts and lists of text and numbers, for `json.dumps`.
+        """Returns the figures as dicts and lists of text and numbers, for `json.dumps`.
 
-        What was inferred from a program is beside the arrays.
+        Those of `program` are entries of the same dict as those of the arrays.
         """
         rows = list(map(_array_to_json, self.arrays))
         replicated: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ _ALL_REDUCED = "TPU v4", "TPU v5"  # the second is v5p
 class Hardware:
     """Hardware speeds for estimating the cost of a plan. Defaults approximate an A100 in a server.
 
-    Only the ratios of the speeds decide which plan is cheapest.
+    Only the ratios of the speeds determine which plan is cheapest.
 
     **Attributes:**
 
@@ -37,7 +37,7 @@ class Hardware:
         all chips of a three-dimensional slice.
     - `overlaps`: Whether the compiler gathers weights and sums gradients while it computes. XLA
         does so for GPU and TPU.
-    - `compiler`: Whose compiler the estimate of memory is for: `"cpu"`, `"gpu"` or `"tpu"`. For GPU
+    - `compiler`: The compiler whose memory use is estimated: `"cpu"`, `"gpu"` or `"tpu"`. For GPU
         and TPU, XLA recomputes squares where they are read. For TPU, it also recomputes
         exponentials and similar functions, and stores arrays in bfloat16 if only products of
         default precision read them.

@@ -38,8 +38,8 @@ class Config:
     buffer: int = 16000  # number of the newest transitions that are kept, of all environments
     warmup: int = 15  # first iterations, in which actions are random; they take gradient steps too
     noise_std: float = 0.1  # standard deviation of the noise on actions, which are from -1 to 1
-    discount: float = 0.98  # gamma, by which a reward counts less for each step that it is later
-    tau: float = 0.01  # part of the difference that target networks move to the trained ones
+    discount: float = 0.98  # discount factor of rewards (gamma)
+    tau: float = 0.01  # rate at which target networks approach the trained ones, from 0 to 1
     width: int = 128  # width of the hidden layers
     steps: int = 250  # number of iterations: a rollout, then gradient steps
     learning_rate: float = 1e-3  # learning rate of both networks

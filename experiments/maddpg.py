@@ -43,8 +43,8 @@ class Config:
     batch_size: int = 512  # number of transitions in a gradient step, a multiple of --num-envs
     buffer: int = 100000  # number of the newest transitions that are kept, of all environments
     noise_std: float = 0.2  # standard deviation of the noise on actions, which are from -1 to 1
-    discount: float = 0.95  # gamma, by which a reward counts less for each step that it is later
-    tau: float = 0.02  # part of the difference that target networks move to the trained ones
+    discount: float = 0.95  # discount factor of rewards (gamma)
+    tau: float = 0.02  # rate at which target networks approach the trained ones, from 0 to 1
     width: int = 64  # width of the hidden layers
     steps: int = 400  # number of iterations: an episode in each environment, then gradient steps
     learning_rate: float = 1e-3  # learning rate of all networks

@@ -33,7 +33,7 @@ class Config:
     epochs: int = 4  # passes over the transitions of an iteration
     minibatches: int = 16  # number of minibatches in a pass; must divide --rollout
     clip: float = 0.2  # epsilon of the clipped objective; values are clipped by epsilon x their std
-    discount: float = 0.995  # gamma, by which a reward counts less for each step that it is later
+    discount: float = 0.995  # discount factor of rewards (gamma)
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     entropy: float = 0.01  # weight of the policy's entropy
     width: int = 64  # width of the hidden layers

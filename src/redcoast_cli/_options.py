@@ -42,7 +42,7 @@ class DryRunCommand:
     price: Maybe[str] = None  # price of a device for an hour: 2.5, or h100=2.5,v5e=1.2
     targets: Maybe[str] = None  # compare targets in a table: h100:8,v5e:4x4,a100-40gb:8
     compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)
-    by_line: bool = False  # also print the lines of code that communicate and keep most
+    by_line: bool = False  # also print the lines of code that need most communication and memory
     html: Maybe[str] = None  # also write a page with the code and the cost of each line to a file
     json: bool = False  # print the figures as JSON instead of tables
 

@@ -35,5 +35,5 @@ def chat_template(weights: Path) -> Callable[..., str]:
     except ValueError as error:
         raise SystemExit(str(error)) from error
     if render is None:
-        raise SystemExit(f"{weights} has no chat template, so the model is not a chat model.")
+        raise SystemExit(f"{weights} has no chat template. Use a model that was trained on chats.")
     return render

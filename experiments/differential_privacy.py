@@ -48,7 +48,7 @@ def main(c: Config) -> None:
     run = start(c, "differential_privacy")
     model, apply, trainable, train, test = (language_model if c.weights else classifier)(c)
     if c.batch_size > len(train) or c.noise * c.clip == np.inf:
-        raise SystemExit(f"Use a --batch-size up to {len(train)}, and with noise a finite --clip.")
+        raise SystemExit(f"--batch-size must be at most {len(train)}; with --noise, --clip finite.")
     room = 8 * int(np.ceil((c.batch_size + 3 * c.batch_size**0.5) / 8))  # larger samples are cut
     collate_fn = lambda examples: tuple(map(np.stack, zip(*examples, strict=True)))
 

@@ -45,7 +45,7 @@ class Config:
 
 def main(c: Config) -> None:
     if not (0 < c.per_round <= c.clients and c.alpha > 0 and 0 <= c.stragglers <= 1):
-        refuse("Use a --per-round of at most --clients, an --alpha above 0, and --stragglers <= 1.")
+        refuse("--per-round must be at most --clients, --alpha above 0, and --stragglers up to 1.")
     run = start(c, "federated")
     images, labels, names = read_images(c.data, size=32)
     vectors, held_out = images.reshape(len(images), -1), np.arange(len(images)) % 5 == 0

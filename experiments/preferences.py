@@ -125,7 +125,7 @@ def own_mistakes(c: Config, run, policy, task) -> list[dict[str, str]]:
 def as_examples(c: Config, policy, pairs) -> list[dict[str, np.ndarray]]:
     """The tokens of each prompt with both answers; KTO also needs an answer to another prompt."""
     if len(pairs) < 2:  # one to train on, and one to validate
-        refuse(f"There are {len(pairs)} pairs, from --data or the mistakes in --pairs answers.")
+        refuse(f"There are {len(pairs)} pairs. Use 2 or more in --data, or more --pairs to answer.")
     rows = []
     for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
         answers = [pair["chosen"], pair["rejected"]] + [other["chosen"]] * (c.loss == "kto")

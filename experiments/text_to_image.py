@@ -164,7 +164,7 @@ def draw(names: str, shape: tuple[int, ...], called: str = ""):
     glyphs = read_glyphs(shape[1], first_words=names.split()[:1])
     glyphs = [x for x in glyphs if re.fullmatch(names, x.name)]
     if len(glyphs) < 10:
-        raise SystemExit(f"Only {len(glyphs)} images of letters or digits are named {names!r}.")
+        raise SystemExit(f"Only {len(glyphs)} images are named {names!r}. Use others as --names.")
     pairs = []
     for glyph in glyphs:
         caption = " ".join([*styles_of(glyph.font), called or glyph.name])

@@ -67,7 +67,7 @@ def check(c: ServeCommand) -> None:
         if key is not None and not (
             key and key.isascii() and key.isprintable() and key == key.strip()
         ):
-            refuse(f"{name} must have letters, digits and signs of ASCII, without spaces around.")
+            refuse(f"{name} must be printable ASCII, without spaces at its ends.")
 
 
 def check_address(host: str, port: int) -> None:

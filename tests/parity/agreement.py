@@ -3,7 +3,7 @@
     nox -s parity -- --agreement runs/agreement.jsonl
     python tests/parity/agreement.py runs/agreement.jsonl
 
-The second command writes the table into docs/models.md.
+The second command writes the table into docs/measured/parity.md.
 """
 
 import json
@@ -64,7 +64,7 @@ def read(path: Path) -> list[Entry]:
 
 
 def main(path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs/models.md"
+    page = Path(__file__).parents[2] / "docs/measured/parity.md"
     before, rest = page.read_text().split(BEGIN)
     after = rest[rest.index(END) :]
     page.write_text(f"{before}{BEGIN}\n\n{table(read(path))}\n\n{after}")

@@ -156,8 +156,8 @@ def token_log_probabilities(
         def policy_gradient(model, batch, key):
             tokens = batch["tokens"]  # prompts and sampled answers
             hidden = model.hidden(tokens, mask=batch["mask"])[:, :-1]
-            found = token_log_probabilities(hidden, model.unembed, tokens[:, 1:])
-            ratio = jnp.exp(found - batch["sampled_with"])
+            log_probs = token_log_probabilities(hidden, model.unembed, tokens[:, 1:])
+            ratio = jnp.exp(log_probs - batch["sampled_with"])
             weight = jnp.sum(batch["answered"])
             total = jnp.sum(ratio * batch["advantages"] * batch["answered"])
             return -total / weight, {"weight": weight}

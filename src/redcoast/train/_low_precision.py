@@ -149,11 +149,10 @@ class LowPrecision:
         results = evaluation.run(traced.jaxpr, values)
         if not evaluation.count:
             raise ValueError(
-                f"No product of `{self.__name__}` is computed in {self.numbers}. These are the "
-                "products of other values with an array of its first argument, if both sides of "
-                f"the array have at least {_LEAST} elements and `exclude` does not match it. By "
-                "default, `exclude` matches the array of the last product; pass `exclude=()` to "
-                "compute that one too."
+                f"No product of `{self.__name__}` is computed in {self.numbers}. Only products with "
+                "an array of its first argument can be, if both sides of the array have at least "
+                f"{_LEAST} elements and `exclude` does not match it. The default of `exclude` "
+                "leaves out the last product; pass `exclude=()` to include it."
             )
         return join([value.x for value in results], traced.output)
 

@@ -1,6 +1,7 @@
 """Partitions of a PyTree into arrays and everything else, and leaves by path."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
@@ -107,6 +108,23 @@ def abstract_tree(tree: PyTree) -> PyTree:
     """The tree with the shapes and dtypes of its arrays."""
     arrays, static = split(tree)
     return join(abstract_arrays(arrays), static)
+
+
+def map_where(
+    holds: Callable[[PyTree], bool],
+    fn: Callable[[PyTree], PyTree],
+    tree: PyTree,
+    *,
+    is_leaf: Callable[[PyTree], bool] | None = None,
+) -> PyTree:
+    """Applies a function to the leaves for which a condition holds, and keeps the others."""
+
+    def of_leaf(x: PyTree) -> PyTree:
+        if holds(x):
+            return fn(x)
+        return x
+
+    return jax.tree.map(of_leaf, tree, is_leaf=is_leaf)
 
 
 def is_layer_state(x: object) -> bool:

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ._errors import several
-from ._pytree import ARRAYS, is_layer_state, join, show_path, split
+from ._pytree import ARRAYS, is_layer_state, join, map_where, show_path, split
 
 _FORMS = (
     "It must be a function of the model that returns a part of it, such as `lambda m: "
@@ -124,7 +124,7 @@ def _is_boolean(x: object) -> bool:
 
 def _plain_booleans(mask: PyTree) -> PyTree:
     """A mask without booleans of NumPy, which comparisons return, and Equinox does not take."""
-    return jax.tree.map(lambda x: bool(x) if _is_boolean(x) else x, mask)
+    return map_where(_is_boolean, bool, mask)
 
 
 def _are_patterns(items: Sequence[object]) -> bool:

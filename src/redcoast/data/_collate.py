@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._errors import check_functions, check_integer, listed
 from ..core._owned import are_fresh, copied, held_elsewhere
-from ..core._pytree import show_place
+from ..core._pytree import map_where, show_place
 from ..core._user_functions import calling, takes_keyword
 from ..distributed._heartbeat import doing
 from ._columns import is_table
@@ -180,13 +180,7 @@ def foreign_to_numpy(tree: PyTree) -> PyTree:
 
     if not any(map(is_foreign, jax.tree.leaves(tree))):
         return tree
-
-    def to_numpy(x: PyTree) -> PyTree:
-        if is_foreign(x):
-            return np.asarray(x)
-        return x
-
-    return jax.tree.map(to_numpy, tree)
+    return map_where(is_foreign, np.asarray, tree)
 
 
 def count_rows(arrays: PyTree) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jaxtyping import PyTree
 
-from ..core._pytree import ARRAYS, show_path
+from ..core._pytree import ARRAYS, map_where, show_path
 
 
 @jax.tree_util.register_dataclass
@@ -72,10 +72,4 @@ def has_per_batch(batch: PyTree) -> bool:
 
 def without_marks(batch: PyTree) -> PyTree:
     """Returns the batch without marks, as the user's functions receive it."""
-
-    def unmark(x: PyTree) -> PyTree:
-        if isinstance(x, PerBatch):
-            return x.arrays
-        return x
-
-    return jax.tree.map(unmark, batch, is_leaf=is_per_batch)
+    return map_where(is_per_batch, lambda x: x.arrays, batch, is_leaf=is_per_batch)

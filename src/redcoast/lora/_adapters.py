@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +12,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_integer
 from ..core._frames import hide_frames
-from ..core._pytree import leaf_paths, show_path
+from ..core._pytree import leaf_paths, map_where, show_path
 from ..models._basic import normal, wide
 from ..models._einsum import LowRank, merged
 from ._targets import find_matrices, is_adapted, is_weight, match_targets, with_paths
@@ -220,13 +219,7 @@ def merge(model: PyTree) -> PyTree:
     The model with plain arrays, of the same shapes and dtypes as before adapters were added. Its
     results are the same up to rounding. Weights that are quantised and have no adapter stay so.
     """
-
-    def merge_leaf(x: Any) -> Any:
-        if is_adapted(x):
-            return merged(x)
-        return x
-
-    return jax.tree.map(merge_leaf, model, is_leaf=is_adapted)
+    return map_where(is_adapted, merged, model, is_leaf=is_adapted)
 
 
 def without_adapters(model: PyTree) -> PyTree:
@@ -250,4 +243,4 @@ def without_adapters(model: PyTree) -> PyTree:
         reference = lora.without_adapters(adapted)
         ```
     """
-    return jax.tree.map(lambda x: x.weight if is_adapted(x) else x, model, is_leaf=is_adapted)
+    return map_where(is_adapted, lambda x: x.weight, model, is_leaf=is_adapted)

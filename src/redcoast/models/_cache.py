@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from ..core._pytree import map_where
 from ._attention import Visible, causal_view, count_positions
 from ._inputs import AnyArray, Keys, Mask
 
@@ -72,13 +73,7 @@ def _is_cache(x: object) -> bool:
 
 def _map_caches(fn: Callable[[Cache], Cache], tree: PyTree) -> PyTree:
     """Applies a function to each `Cache` in a tree."""
-
-    def of_node(x: PyTree) -> PyTree:
-        if isinstance(x, Cache):
-            return fn(x)
-        return x
-
-    return jax.tree.map(of_node, tree, is_leaf=_is_cache)
+    return map_where(_is_cache, fn, tree, is_leaf=_is_cache)
 
 
 def split_layers(cache: PyTree) -> PyTree:

@@ -5,7 +5,7 @@ each device computes with a part of the stack.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -23,14 +23,18 @@ from ._exchange import Axes, MatrixLayout, MatrixPlace, find_places, from_owners
 OnStacks = Callable[..., Sequence[Array]]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StoredMatrices:
     """An array as several matrices: `layout` says how. `spec` is how it is stored, or `None` if
-    that is not known; the layout then has no axes."""
+    that is not known; the layout then has no axes.
+
+    Inside of `jax.shard_map`, the array has what one device stores of it.
+    """
 
     array: Array
-    layout: MatrixLayout
-    spec: P | None
+    layout: MatrixLayout = field(metadata={"static": True})
+    spec: P | None = field(metadata={"static": True})
 
     def stacked(self) -> Array:
         """`(matrices, *layout.shape)`, which has all of the array."""
@@ -39,7 +43,9 @@ class StoredMatrices:
 
     def unstacked(self, matrices: Array) -> Array:
         """The inverse of `stacked`, for other values."""
-        return _unstack(matrices, self.layout, self.array.shape)
+        order = self.layout.order
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return matrices.reshape([self.array.shape[d] for d in order]).transpose(inverse)
 
 
 def as_stored(
@@ -169,10 +175,9 @@ def _compute_stacked(
     fn: OnStacks, shared: PyTree, members: Sequence[Sequence[StoredMatrices]], like: Sequence[int]
 ) -> list[list[Array]]:
     """The same with one stack of all matrices."""
-    stacks = [
-        jnp.concatenate([matrices.stacked() for matrices in parts])
-        for parts in zip(*members, strict=True)
-    ]
+    stacks: list[Array] = []
+    for arrays in zip(*members, strict=True):
+        stacks.append(jnp.concatenate([matrices.stacked() for matrices in arrays]))
     computed = fn(shared, *stacks)
     results: list[list[Array]] = []
     first = 0
@@ -247,10 +252,9 @@ def _exchange(
 ) -> list[list[Array]]:
     """The same with matrices that the devices send each other."""
     bundles, last_rounds = _bundles(members, sizes)
-    layouts = [[matrices.layout for matrices in member] for member in members]
 
-    def local(shared: PyTree, members: list[list[Array]]) -> list[list[Array]]:
-        sent = [_send(bundle, members, layouts, sizes) for bundle in bundles]
+    def local(shared: PyTree, members: Sequence[Sequence[StoredMatrices]]) -> list[list[Array]]:
+        sent = [_send(bundle, members, sizes) for bundle in bundles]
         stacks: list[Array] = []
         for parts in zip(*sent, strict=True):
             stacks.append(_join_rounds(parts, bundles, last_rounds))
@@ -262,19 +266,18 @@ def _exchange(
                 stored = from_owners(matrices, bundle.layouts[number], bundle.place, sizes)
                 first = 0
                 for i in bundle.numbers:
-                    layout = layouts[i][number]
-                    last = first + layout.local_count(sizes)
-                    own = stored[first:last]
-                    results[i].append(_unstack(own, layout, members[i][number].shape))
+                    own = members[i][number]
+                    last = first + own.layout.local_count(sizes)
+                    results[i].append(own.unstacked(stored[first:last]))
                     first = last
         return results
 
-    arrays = [[matrices.array for matrices in member] for member in members]
+    members = [list(member) for member in members]
     specs = [[matrices.spec for matrices in member] for member in members]
     of_results = [[member[number].spec for number in like] for member in members]
     return jax.shard_map(
         local, mesh=mesh, in_specs=(P(), specs), out_specs=of_results, check_vma=False
-    )(shared, arrays)
+    )(shared, members)
 
 
 def _bundles(
@@ -307,8 +310,7 @@ def _bundles(
 
 def _send(
     bundle: _Bundle,
-    members: Sequence[Sequence[Array]],
-    layouts: Sequence[Sequence[MatrixLayout]],
+    members: Sequence[Sequence[StoredMatrices]],
     sizes: Mapping[str, int],
 ) -> list[Array]:
     """The matrices of a bundle that this device computes with, for each stack."""
@@ -316,9 +318,10 @@ def _send(
     for number, of_bundle in enumerate(bundle.layouts):
         parts: list[Array] = []
         for i in bundle.numbers:
-            layout = layouts[i][number]
-            count, part_sizes = layout.local_count(sizes), layout.local_sizes(sizes)
-            parts.append(members[i][number].transpose(layout.order).reshape(count, *part_sizes))
+            layout = members[i][number].layout
+            array = members[i][number].array.transpose(layout.order)
+            shape = layout.local_count(sizes), *layout.local_sizes(sizes)
+            parts.append(array.reshape(shape))  # (matrices, *sizes of a part)
         sent.append(to_owners(jnp.concatenate(parts), of_bundle, bundle.place, sizes))
     return sent
 
@@ -349,9 +352,3 @@ def _split_rounds(stack: Array, bundles: Sequence[_Bundle], last_rounds: int) ->
             number = stack.shape[0] - last_rounds + place.last
             matrices = jnp.concatenate([matrices, stack[number : number + 1]])
         yield matrices
-
-
-def _unstack(matrices: Array, layout: MatrixLayout, shape: tuple[int, ...]) -> Array:
-    order = layout.order
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return matrices.reshape([shape[d] for d in order]).transpose(inverse)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..core._pytree import NUMBERS, Arrays, Static, join, split
+from ..core._pytree import NUMBERS, Arrays, Static, join, map_where, split
 from ..core._tracing import traced_over
 from ._step_messages import first_difference, state_and_aux
 
@@ -62,13 +62,7 @@ def _wrap_constant(leaf: object) -> object:
 def unwrap_constants(aux: PyTree) -> PyTree:
     """The aux of a step, after `flatten_step` made nodes of its constants."""
     is_constant = lambda x: isinstance(x, _Constant)
-
-    def unwrap(x: object) -> object:
-        if isinstance(x, _Constant):
-            return x.value
-        return x
-
-    return jax.tree.map(unwrap, aux, is_leaf=is_constant)
+    return map_where(is_constant, lambda x: x.value, aux, is_leaf=is_constant)
 
 
 def type_of(x: object) -> Hashable:

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ..core._pytree import show_path
+from ..core._pytree import map_where, show_path
 
 
 def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Float[Array, ""]:
@@ -85,5 +85,4 @@ def stop_gradient(tree: PyTree) -> PyTree:
         target = jax.vmap(rc.stop_gradient(model))(batch["x"])
         ```
     """
-    arrays, others = eqx.partition(tree, eqx.is_array)
-    return eqx.combine(jax.lax.stop_gradient(arrays), others)
+    return map_where(eqx.is_array, jax.lax.stop_gradient, tree)

@@ -1,12 +1,12 @@
 """Dynamic loss scaling for float16 (Micikevicius et al. 2017, arXiv:1710.03740)."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._errors import check_integer, check_number
 from ..core._frames import hide_frames
+from ..core._pytree import map_where
 from ..tracking._metrics import LEAST_LOSS_SCALE
 from ._precision import widen
 
@@ -69,7 +69,7 @@ class LossScale(eqx.Module):
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides the arrays of a tree, such as a gradient, by the factor; they keep their
         dtypes."""
-        return jax.tree.map(self._divide, tree)
+        return map_where(eqx.is_inexact_array, self._divide, tree)
 
     def adjust(self, finite: Bool[Array, "..."]) -> "LossScale":
         """Returns the scale for the next step, given whether the gradient was finite."""
@@ -85,9 +85,7 @@ class LossScale(eqx.Module):
         leaves = lambda s: (s.value, s.good, s.skipped)
         return eqx.tree_at(leaves, self, (jnp.where(finite, value, halved), good, skipped))
 
-    def _divide(self, x: PyTree) -> PyTree:
-        if not eqx.is_inexact_array(x):
-            return x
+    def _divide(self, x: Array) -> Array:
         # Divided in float32: a gradient in float16 may vanish.
         wide = widen(x)
         return (wide / self.value.astype(wide.real.dtype)).astype(x.dtype)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
-from ..core._pytree import layer_states
+from ..core._pytree import layer_states, map_where
 
 # The dtype that a model computes in; `None` for that of its parameters.
 ComputeDtype = DTypeLike | None
@@ -53,13 +53,7 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     """Casts the floating arrays of a tree to `dtype`, unless that is `None`."""
     if dtype is None:
         return tree
-
-    def cast(x: PyTree) -> PyTree:
-        if is_floating(x):
-            return x.astype(dtype)
-        return x
-
-    return jax.tree.map(cast, tree)
+    return map_where(is_floating, lambda x: x.astype(dtype), tree)
 
 
 def has_floating_state(model: PyTree) -> bool:

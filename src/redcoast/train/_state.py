@@ -15,7 +15,7 @@ from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, check_key, check_optimizer
 from ..core._frames import hide_frames, warn
-from ..core._pytree import ARRAYS, Arrays, Static, join, split
+from ..core._pytree import ARRAYS, Arrays, Static, join, map_where, split
 from ..core._train_state import AbstractTrainState
 from ..core._trainable import partition_trainable, refuse_filter_of_numpy
 from ..core._user_functions import calling
@@ -194,15 +194,11 @@ def state_of(
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
     refuse_per_example(state.opt_state)
-    state = with_loss_scale(jax.tree.map(_strongly_typed, state), compute_dtype)
-    return with_average(state, average, trainable)
-
-
-def _strongly_typed(x: PyTree) -> PyTree:
     # A step returns strongly typed arrays, so weakly typed ones would cost a second compilation.
-    if getattr(x, "weak_type", False):
-        return jax.lax.convert_element_type(x, x.dtype)
-    return x
+    is_weak = lambda x: getattr(x, "weak_type", False)
+    state = map_where(is_weak, lambda x: jax.lax.convert_element_type(x, x.dtype), state)
+    state = with_loss_scale(state, compute_dtype)
+    return with_average(state, average, trainable)
 
 
 def with_loss_scale(state: TrainState, compute_dtype: ComputeDtype) -> TrainState:

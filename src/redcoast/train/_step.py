@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ..core._errors import check_functions, check_integer, check_kind, check_optimizer
 from ..core._frames import hide_frames
+from ..core._pytree import map_where
 from ..core._target import target
 from ..core._trainable import partition_trainable
 from ._host_memory import update_on_device, where_they_were
@@ -117,7 +118,8 @@ def train_step(
     if scale is not None:
         # Before the norm, which is of the true gradient.
         loss, grads = scale.unscale((loss, grads))
-    grads = jax.tree.map(_ascent_direction, grads)
+    # For complex leaves, the descent direction is the negative conjugate of JAX's gradient.
+    grads = map_where(jnp.iscomplexobj, jnp.conj, grads)
     grad_norm = global_norm(grads)
     # The norm is finite only if all gradients are.
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -205,13 +207,6 @@ def train_steps(
 
     carried, metrics = jax.lax.scan(body, carried, batches)
     return eqx.combine(carried, static), metrics
-
-
-def _ascent_direction(gradient: Array) -> Array:
-    # For a complex leaf, it is the conjugate of JAX's gradient.
-    if jnp.iscomplexobj(gradient):
-        return jnp.conj(gradient)
-    return gradient
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

@@ -68,10 +68,10 @@ def _fitting(cells: list[Cell]) -> str:
 
 def beyond_table(cells: list[Cell]) -> str:
     """Each model at twice the length, on half of the devices, and in bfloat16."""
-    found: dict[str, dict[str, Cell]] = {}  # by model, then by column
+    columns_of: dict[str, dict[str, Cell]] = {}  # by model, then by column
     for cell in cells:
-        found.setdefault(cell["model"], {})[cell["column"]] = cell
-    return markdown(BEYOND, [[model, *_beyond(columns)] for model, columns in found.items()])
+        columns_of.setdefault(cell["model"], {})[cell["column"]] = cell
+    return markdown(BEYOND, [[model, *_beyond(columns)] for model, columns in columns_of.items()])
 
 
 PAPER = ["fp32, AdamW", "on", "compiler", "mesh", "fits", "peak, GiB", "headroom"]

@@ -45,8 +45,8 @@ def prepare(
     if isinstance(mesh, str):  # "auto"
         mesh = rc.make_mesh(**rc.suggest_mesh(init_fn, loss_fn, batch, optimizer, **options))
     options |= {"key": split_keys(run).init, "mesh": mesh}
-    found = rc.prepare(init_fn, optimizer, loss_fn, batch, **options)
-    return found.state, found.plan, found.plan.constrain(loss_fn)
+    state, _, plan = rc.prepare(init_fn, optimizer, loss_fn, batch, **options)
+    return state, plan, plan.constrain(loss_fn)
 
 
 def run_learner(

@@ -130,11 +130,11 @@ def read_early(script: Path) -> None:
     """Reads the options of a script that is being started, to refuse them or to print its help."""
     tree = ast.parse(script.read_text("utf-8"))
     imports = [node for node in tree.body if _is_fast(node)]
-    found = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "Config"]
-    if not found:
+    classes = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "Config"]
+    if not classes:
         return
     names: dict[str, Any] = {"__name__": "__main__", "_options": sys.modules[__name__]}
-    exec(compile(ast.Module([*imports, *found], []), str(script), "exec"), names)
+    exec(compile(ast.Module([*imports, *classes], []), str(script), "exec"), names)
     parse(names["Config"], ast.get_docstring(tree))
 
 

@@ -83,8 +83,8 @@ def draw_metric(axes: Any, history: Sequence[Mapping[str, Any]], name: str) -> N
 
 def spans_a_decade(values: np.ndarray) -> bool:
     """Whether values are all positive, and the largest is more than ten times the smallest."""
-    found = values[np.isfinite(values)]
-    return bool(len(found) and found.min() > 0 and found.max() > 10 * found.min())
+    finite = values[np.isfinite(values)]
+    return bool(len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min())
 
 
 def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -> None:

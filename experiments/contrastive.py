@@ -118,11 +118,11 @@ def symmetric_loss(logits, ids):
 def recalls(scores: np.ndarray, right: np.ndarray) -> dict[str, float]:
     """Returns the recall at 1 and 5 in both directions."""
     ways = {"image_to_text": (scores, right), "text_to_image": (scores.T, right.T)}
-    found = {}
+    recalls = {}
     for way, seen_from_there in ways.items():
         for k in (1, 5):
-            found[f"{way}_recall_at_{k}"] = recall(*seen_from_there, k)
-    return found
+            recalls[f"{way}_recall_at_{k}"] = recall(*seen_from_there, k)
+    return recalls
 
 
 def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:

@@ -93,8 +93,8 @@ def main(c: Config) -> None:
     plot_metric(run.directory, "return")
     model = on_one_device(state["train"].model, mesh)
     act = eqx.filter_jit(lambda x, key: actions(model, x))
-    found = mean_return(c.environment, act, episodes=c.episodes, key=keys.test)
-    report(run.directory, mean_return=found)
+    test_return = mean_return(c.environment, act, episodes=c.episodes, key=keys.test)
+    report(run.directory, mean_return=test_return)
 
 
 def make_buffer(c, size, count):

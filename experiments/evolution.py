@@ -54,8 +54,8 @@ def main(c: Config) -> None:
     exit_if_stopped(int(state.step), c.steps)
     plot_metric(run.directory, "return")
     policy = eqx.filter_jit(lambda seen, key: jax.vmap(act, (None, 0))(state.model, seen))
-    found = mean_return(c.environment, policy, episodes=c.episodes, key=test_key)
-    report(run.directory, mean_return=found)
+    test_return = mean_return(c.environment, policy, episodes=c.episodes, key=test_key)
+    report(run.directory, mean_return=test_return)
 
 
 def action(discrete, policy, observation):

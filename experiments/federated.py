@@ -81,9 +81,9 @@ def main(c: Config) -> None:
     )
     exit_if_stopped(int(centralised.step), steps)
     plot_metric(run.directory, "loss")
-    found = rc.predict_examples(state.model, test[:16], batch_size=16, **PREDICT)
+    classes = rc.predict_examples(state.model, test[:16], batch_size=16, **PREDICT)
     pictures = [*images[held_out][:16].transpose(0, 2, 3, 1)]
-    shown = pictures, [names[y] for _, y in test[:16]], [names[y] for y in found]
+    shown = pictures, [names[y] for _, y in test[:16]], [names[y] for y in classes]
     save_predictions(run.directory / "predictions.png", *shown)
     if jax.process_index() == 0:  # which has the metrics
         plot_clients(run.directory / "clients.png", labels[~held_out], clients, names)
@@ -213,8 +213,8 @@ def split_by_class(labels, c):
     for label in np.unique(labels):
         of_class = rng.permutation(np.flatnonzero(labels == label))
         ends = np.cumsum(rng.dirichlet(np.full(c.clients, c.alpha)))[:-1] * len(of_class)
-        for part, found in zip(parts, np.split(of_class, ends.astype(int)), strict=True):
-            part.extend(found.tolist())
+        for part, rows in zip(parts, np.split(of_class, ends.astype(int)), strict=True):
+            part.extend(rows.tolist())
     # A client without images gets one, so that each can take part.
     return [part or [int(rng.integers(len(labels)))] for part in parts]
 
@@ -237,7 +237,7 @@ def report_accuracies(c, directory):
         history = [x for x in rc.read_metrics(of_run / "metrics.jsonl") if "eval/accuracy" in x]
         lines[name] = [x["step"] / steps for x in history], [x["eval/accuracy"] for x in history]
     plot_lines(directory / "accuracy.png", "round", "test accuracy", lines)
-    accuracy, centralised = (found[-1] for _, found in lines.values())
+    accuracy, centralised = (accuracies[-1] for _, accuracies in lines.values())
     report(directory, accuracy=accuracy, centralised_accuracy=centralised)
 
 

@@ -215,17 +215,17 @@ def episode_seeds(c, stream, number, count):
 def play(envs, policy, key, seeds):
     """Plays an episode in each environment; returns its transitions, of shape `envs steps ...`."""
     names, taken = envs[0].possible_agents, []
-    stack = lambda found: np.array([[x[name] for name in names] for x in found], np.float32)
+    stack = lambda dicts: np.array([[x[name] for name in names] for x in dicts], np.float32)
     after = stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     for step_key in jax.random.split(key, EPISODE):
         before, action = after, np.asarray(policy(after, step_key))
         # The environment has an action for each direction: left, right, down and up.
         pushes = np.stack([0 * action, np.maximum(-action, 0), np.maximum(action, 0)], axis=-1)
         pushes = np.concatenate([pushes[..., 0, :1], pushes[..., 0, 1:], pushes[..., 1, 1:]], -1)
-        found = [
+        transitions = [
             env.step(dict(zip(names, x, strict=True))) for env, x in zip(envs, pushes, strict=True)
         ]
-        after, reward = (stack([x[i] for x in found]) for i in (0, 1))
+        after, reward = (stack([x[i] for x in transitions]) for i in (0, 1))
         taken.append(
             {"observation": before, "action": action, "reward": reward, "next_observation": after}
         )

@@ -117,8 +117,8 @@ def sinusoids(c):
 def glyphs(c):
     """Tasks are characters in several fonts. In training, a turned character is another one."""
     characters, count = {TESTS: [], TRAIN: []}, c.shots + c.queries
-    for name, found in it.groupby(read_glyphs(20, first_words=[*SCRIPTS]), lambda x: x.name):
-        images = np.stack([x.image for x in found])
+    for name, glyphs in it.groupby(read_glyphs(20, first_words=[*SCRIPTS]), lambda x: x.name):
+        images = np.stack([x.image for x in glyphs])
         if len(images) >= count:
             characters[SCRIPTS[name.split()[0]]].append(images)
     if min(map(len, characters.values())) < c.ways:

@@ -83,8 +83,8 @@ def main(c: Config) -> None:
     plot_metric(run.directory, "return")
     model = on_one_device(state["train"].model, mesh)
     best = eqx.filter_jit(lambda x, key: jnp.argmax(log_policy(model, x), axis=-1))
-    found = mean_return(c.environment, best, episodes=c.episodes, key=keys.test)
-    report(run.directory, mean_return=found)
+    test_return = mean_return(c.environment, best, episodes=c.episodes, key=keys.test)
+    report(run.directory, mean_return=test_return)
 
 
 def minibatch_of_zeros(c, size, actions):

@@ -49,7 +49,7 @@ def main(c: Config) -> None:
         batch_size=c.batch_size,
         context=c.context,
     )
-    found = lm_eval.simple_evaluate(
+    scores = lm_eval.simple_evaluate(
         wrapped,
         tasks=[*c.tasks],
         num_fewshot=c.shots,
@@ -57,7 +57,7 @@ def main(c: Config) -> None:
         apply_chat_template=c.chat,
         task_manager=TaskManager(include_path=None if c.folder is None else str(c.folder)),
     )
-    results = {} if found is None else found["results"]
+    results = {} if scores is None else scores["results"]
     print_once(json.dumps(results, indent=2, default=str))
     if c.out is not None:
         c.out.write_text(json.dumps(results, indent=2, default=str))

@@ -112,9 +112,11 @@ def read_data(name: str):
         train, validation = read_texts(None)
         text = "\n".join([*train, *validation])
         names = ["==", "!=", "<=", ">=", "<", ">", "is not", "is", "not in", "in"]
-        found = re.findall(rf"^ *(?:el)?if (?!.* for )(.*?) ({'|'.join(names)}) (.*):$", text, re.M)
+        conditions = re.findall(
+            rf"^ *(?:el)?if (?!.* for )(.*?) ({'|'.join(names)}) (.*):$", text, re.M
+        )
         # The right side comes first: at fixed positions, it is easier to learn from.
-        return {f"{y} [MASK] {x}": names.index(sign) for x, sign, y in found}, names
+        return {f"{y} [MASK] {x}": names.index(sign) for x, sign, y in conditions}, names
     if name == "ratings":
         (path,) = fetch("vaderSentiment==0.5").rglob("*.tar.gz")
         ratings = {}

@@ -113,8 +113,8 @@ def ddim(net, noise, words, guidance, steps):
 
     def body(x, angle):
         predict = jax.vmap(net, (0, None, 0))
-        given, free = predict(x, angle, words), predict(x, angle, jnp.zeros_like(words))
-        return jnp.cos(turn) * x - jnp.sin(turn) * (free + guidance * (given - free)), None
+        conditioned, free = predict(x, angle, words), predict(x, angle, jnp.zeros_like(words))
+        return jnp.cos(turn) * x - jnp.sin(turn) * (free + guidance * (conditioned - free)), None
 
     return jax.lax.scan(body, noise, turn * jnp.arange(steps, 0.0, -1))[0]
 
@@ -181,10 +181,10 @@ def styles_of(font: str) -> list[str]:
 def load_model(root, like):
     """Loads the model of the newest run without a symbol."""
     runs = [x.parent for x in root.glob("*/config.json") if '"symbol": ""' in x.read_text()]
-    found = sorted(file for run in runs for file in run.glob("checkpoints/[0-9]*"))
-    if not found:
+    checkpoints = sorted(file for run in runs for file in run.glob("checkpoints/[0-9]*"))
+    if not checkpoints:
         raise SystemExit(f"There is no model in {root}. Train one without --symbol first.")
-    return rc.load_checkpoint(found[-1], like, subtree="model")
+    return rc.load_checkpoint(checkpoints[-1], like, subtree="model")
 
 
 if __name__ == "__main__":

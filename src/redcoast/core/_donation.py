@@ -10,14 +10,14 @@ from jaxtyping import PyTree
 from ._pytree import show_path
 
 
-def separate(donated: list[PyTree], kept: Iterable[PyTree], *, distinct: bool) -> list[PyTree]:
+def separate(donated: list[PyTree], arguments: Iterable[PyTree], *, distinct: bool) -> list[PyTree]:
     """The arrays to donate, copied where they share memory with another array of the call.
 
     A buffer that is donated must occur once among the arguments; on several devices XLA ends the
     process otherwise. The copy is donated, so that the other array can still be read. `distinct`
     says that no two of the donated arrays share memory.
     """
-    others = list(filter(is_concrete, kept))
+    others = list(filter(is_concrete, arguments))
     if distinct and not others:
         return donated
     # Only arrays of one shape can be the same memory: to ask for buffers takes longer.

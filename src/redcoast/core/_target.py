@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 # JAX's caches depend on it, so that functions are traced again for another device.
-_given = jax.make_user_context()
+_context = jax.make_user_context()
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Target:
 
 def target() -> Target:
     """The device that the current trace is for; by default the first of this machine."""
-    return _given.value or target_of(jax.local_devices()[0])
+    return _context.value or target_of(jax.local_devices()[0])
 
 
 def target_of(device: Any) -> Target:
@@ -44,7 +44,7 @@ def target_of(device: Any) -> Target:
 @contextmanager
 def compiling_for(device: Target) -> Iterator[None]:
     """Programs that are traced inside are for this device."""
-    with _given(_given.value or device):
+    with _context(_context.value or device):
         yield
 
 

@@ -33,12 +33,12 @@ def abstract_key() -> Any:
 
 # The axes whose sizes any trace of this process has asked for. JAX keeps traces of inner functions
 # for an equal mesh, so that a later trace may depend on a size without asking for it.
-_asked: set[str] = set()
+_axes_read: set[str] = set()
 
 
 def size_of_axis(axis: str) -> int:
     """The size of an axis of the mesh that the current trace is for; 1 if it has no such axis."""
-    _asked.add(axis)
+    _axes_read.add(axis)
     return sizes_of_axes().get(axis, 1)
 
 
@@ -72,7 +72,7 @@ def on_one_device() -> Iterator[None]:
 
 def axes_asked_for() -> frozenset[str]:
     """The axes whose sizes the traces of this process may depend on."""
-    return frozenset(_asked)
+    return frozenset(_axes_read)
 
 
 def trace_for(mesh: Mesh | AbstractMesh, trace: Callable[[], T]) -> T:

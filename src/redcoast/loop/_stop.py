@@ -59,14 +59,14 @@ class StopRequest:
     ):
         self._ask, self.reasons, self.of_caller = ask, reasons, of_caller
         self._of_process = of_process  # the request of this process, if all have to agree
-        self._asked: str | None = None
+        self._reason: str | None = None
         self.level = GO_ON
 
     def __call__(self, after: PyTree = None) -> bool:
         """Whether to stop. The processes agree on it after the arrays `after`, such as metrics of
         the step, are computed, and not if they could not be computed."""
         own = ASKED
-        if self._asked is None or self._of_process:
+        if self._reason is None or self._of_process:
             own = GO_ON
         # A level never falls: what was asked for once counts until the loop ends.
         self.level = max(self.level, self._ask(after), own)
@@ -74,7 +74,7 @@ class StopRequest:
 
     def ask(self, reason: str) -> None:
         """Asks this loop, and no loop around it, to stop."""
-        self._asked = reason
+        self._reason = reason
         if self._of_process is not None:
             self._of_process.ask(reason)
 
@@ -83,8 +83,8 @@ class StopRequest:
         """The reason, as a sentence without a full stop."""
         if self.reasons:
             return self.reasons[0].text
-        if self._asked is not None:
-            return self._asked
+        if self._reason is not None:
+            return self._reason
         return "Another process of the run was asked to stop"
 
 

@@ -28,7 +28,7 @@ class Text:
         # A character that the prompt leaves unfinished belongs to the text.
         while self.known and decode(self.tokens[: self.known]).endswith(UNFINISHED):
             self.known -= 1
-        self.held = ""
+        self.pending = ""
 
     def add(self, token: int) -> str:
         """Returns the text that is final after one more token."""
@@ -46,18 +46,18 @@ class Text:
         before = self.decode(self.tokens[self.begin : self.known])
         last = self._release(self.decode(self.tokens[self.begin :])[len(before) :])
         self.begin = self.known = len(self.tokens)
-        last, self.held = last + self.held, ""
+        last, self.pending = last + self.pending, ""
         return last
 
     def _release(self, new: str) -> str:
-        text = self.held + new
+        text = self.pending + new
         # The earliest of all stop strings ends the text.
         begins = [text.index(stop) for stop in self.stops if stop in text]
         if begins:
-            self.stopped, self.held = True, ""
+            self.stopped, self.pending = True, ""
             return text[: min(begins)]
         hold = max((_overlap(text, stop) for stop in self.stops), default=0)
-        self.held = text[len(text) - hold :]
+        self.pending = text[len(text) - hold :]
         return text[: len(text) - hold]
 
 

@@ -183,7 +183,7 @@ class MetricsReader:
         self._takers = [log for log in logs if takes_state(log)]
         self._logs = [log for log in logs if not (takes_state(log) or is_silent(log))]
         self._wants_rates = any(map(_wants_rates, self._logs))
-        self._kept = KeptArrays()
+        self._kept_arrays = KeptArrays()
         self._max_skipped = max_skipped
         self.stop_reason: str | None = None
         self.stop_step: int | None = None  # the step whose metrics that logger was called with
@@ -244,7 +244,7 @@ class MetricsReader:
             self._read_until(len(self._pending) - 1)
         self._read_if_decisive(self._most_late)
         if self._takers:
-            self._kept.see(state, several(list(map(_name_of, self._takers))))
+            self._kept_arrays.see(state, several(list(map(_name_of, self._takers))))
             self._show_state(StepMetrics(metrics), step, state)
 
     def push_call(

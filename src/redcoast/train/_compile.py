@@ -214,7 +214,7 @@ class CompiledStep:
     ):
         self.compiler_options = dict(options)
         self._shardings = shardings  # by path
-        self._given_mesh = mesh
+        self._user_mesh = mesh
         # A user's mesh may have explicit axes, on which a loss would have to declare every
         # sharding. Inside, the compiler chooses.
         self._mesh = with_auto_axes(mesh)
@@ -283,11 +283,11 @@ class CompiledStep:
         # Donated memory must not be shared with what stays.
         arrays = separate(arrays, to_keep, distinct=own)
         # Arrays that the last step returned are where they belong.
-        if not own or self._mesh is not self._given_mesh:
+        if not own or self._mesh is not self._user_mesh:
             arrays = list(map(_put, arrays, kind.shardings))
         arrays, aux = call_watched(self._overdue, program.run, arrays, others)
-        if self._mesh is not self._given_mesh:
-            aux = on_mesh(aux, self._given_mesh)
+        if self._mesh is not self._user_mesh:
+            aux = on_mesh(aux, self._user_mesh)
         if not isinstance(aux, PackedMetrics):  # which has no constants, and may be of a short step
             aux = unwrap_constants(aux)
         return FlatState(arrays, kind.static, self), aux

@@ -146,7 +146,7 @@ def _compute_group(
     known: list[int] = []
     others: list[int] = []
     for number, member in enumerate(members):
-        if _kept_over(member, sizes) is None:
+        if _unchanged_axes(member, sizes) is None:
             others.append(number)
         else:
             known.append(number)
@@ -222,7 +222,7 @@ class _Bundle(NamedTuple):
     place: MatrixPlace
 
 
-def _kept_over(member: Sequence[StoredMatrices], sizes: Mapping[str, int]) -> Axes | None:
+def _unchanged_axes(member: Sequence[StoredMatrices], sizes: Mapping[str, int]) -> Axes | None:
     """The axes over which the matrices of a member stay divided as they are stored.
 
     None if that is not known, or if the arrays of the member are divided in different ways.
@@ -286,7 +286,7 @@ def _bundles(
     """Members that are sent together, and how many last rounds they have."""
     alike: dict[object, list[int]] = {}
     for number, member in enumerate(members):
-        key: list[object] = [_kept_over(member, sizes)]
+        key: list[object] = [_unchanged_axes(member, sizes)]
         for matrices in member:
             layout = matrices.layout
             key += [layout.sizes, layout.axes, layout.stack_axes]
@@ -296,10 +296,10 @@ def _bundles(
         alike.setdefault(tuple(key), []).append(number)
     counts: list[tuple[Axes, int]] = []
     for numbers in alike.values():
-        kept = _kept_over(members[numbers[0]], sizes) or ()
-        axes = tuple(axis for axis in sizes if axis not in kept)
+        unchanged = _unchanged_axes(members[numbers[0]], sizes) or ()
+        axes = tuple(axis for axis in sizes if axis not in unchanged)
         count = sum(members[number][0].layout.count for number in numbers)
-        counts.append((axes, count // size_of(kept, sizes)))
+        counts.append((axes, count // size_of(unchanged, sizes)))
     places, last_rounds = find_places(counts, sizes)
     bundles: list[_Bundle] = []
     for numbers, place in zip(alike.values(), places, strict=True):

@@ -190,11 +190,7 @@ def _of_fp8(
     for name, weight in stored.items():
         if weight.dtype not in FP8:
             continue
-        names = [pattern.format(name) for pattern in _SCALES]
-        if name.endswith(".weight"):
-            module = name.removesuffix(".weight")
-            names += [pattern.format(module) for pattern in _SCALES_OF_MODULES]
-        scale_name = next((scale for scale in names if scale in stored), None)
+        scale_name = _scale_of(name, stored)
         if scale_name is None:
             problems.append(f"{name} of {weight.dtype} has no scale")
             continue
@@ -209,6 +205,20 @@ def _of_fp8(
     if problems:
         raise ValueError(f"{where} has weights in FP8 that cannot be read: {several(problems)}.")
     return {name: x for name, x in read.items() if not name.endswith(_OF_ACTIVATIONS)}
+
+
+def _scale_of(name: str, stored: Mapping[str, Stored]) -> str | None:
+    """The name of the tensor with the scales of a weight, if there is one."""
+    for pattern in _SCALES:
+        if pattern.format(name) in stored:
+            return pattern.format(name)
+    if not name.endswith(".weight"):
+        return None
+    module = name.removesuffix(".weight")
+    for pattern in _SCALES_OF_MODULES:
+        if pattern.format(module) in stored:
+            return pattern.format(module)
+    return None
 
 
 def _as_grid(scale: Stored, shape: tuple[int, ...]) -> Stored:
@@ -241,13 +251,14 @@ def _block_of(
         return None
     if len(shape) < 2 or len(scale.shape) != len(shape) or 0 in scale.shape:
         return None
-    outer = zip(shape[:-2], scale.shape[:-2], strict=True)
-    if not all(blocks in (n, 1) for n, blocks in outer):
-        return None
-    counts = scale.shape[-2:]
+    for n, blocks in zip(shape[:-2], scale.shape[:-2], strict=True):
+        if blocks not in (n, 1):
+            return None
+    rows, columns = shape[-2:]
+    blocks_down, blocks_across = scale.shape[-2:]
     # By the stated size, or else in blocks of equal size.
-    if size and counts == tuple(-(-n // m) for n, m in zip(shape[-2:], size, strict=True)):
+    if size and (blocks_down, blocks_across) == (-(-rows // size[0]), -(-columns // size[1])):
         return size
-    if any(n % count for n, count in zip(shape[-2:], counts, strict=True)):
+    if rows % blocks_down or columns % blocks_across:
         return None
-    return shape[-2] // counts[0], shape[-1] // counts[1]
+    return rows // blocks_down, columns // blocks_across

@@ -91,7 +91,12 @@ def _groups(side: str, tensor: Tensor) -> Groups:
     del counts["1"]
     if repeated := {factor for factor, count in counts.items() if count > 1}:
         raise ValueError(f"{tensor} has {_words(repeated)} more than once on one side.")
-    if invalid := {f for f in counts if not (f.isidentifier() or f.isdecimal()) or f == "0"}:
+    invalid: set[str] = set()
+    for factor in counts:
+        is_size = factor.isdecimal() and factor != "0"
+        if not (is_size or factor.isidentifier()):
+            invalid.add(factor)
+    if invalid:
         raise ValueError(f"{tensor} has {_words(invalid)}, which is neither a name nor a size.")
     return tuple(groups)
 
@@ -106,7 +111,10 @@ def _check(tensor: Tensor) -> None:
     right = {*factors_in(tensor.right)} - {"1"}
     fixed = dict(tensor.fixed)
     # Factors of which the leaf has one index, and thus no dimension.
-    indexed = {factor for factor, size in fixed.items() if isinstance(size, tuple)} - right
+    indexed: set[str] = set()
+    for factor, size in tensor.fixed:
+        if isinstance(size, tuple) and factor not in right:
+            indexed.add(factor)
     if unknown := fixed.keys() - left - right:
         raise ValueError(f"{tensor} has no {_words(unknown)}, for which a size is given.")
     if one_sided := (left - indexed) ^ right:

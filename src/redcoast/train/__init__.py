@@ -1,6 +1,11 @@
 """The training step: a state, a loss and its gradients, precision, accumulation, compilation.
 
-`_step.py` has the pure functions. `_training.py` has what a step depends on, as one record.
+`_state.py` creates the state. The step in `_step.py` is a pure function: `_loss.py` calls the
+user's loss, `_microbatches.py` differentiates it, and `_optimizer.py` calls the optimizer.
+`_training.py` has what a step depends on, as one record, and `_plan_step.py` plans it.
 `_compile.py` compiles steps over the shardings of a plan, `_programs.py` keeps what was compiled
 for later runs, and `_prepare.py` does all of it for a loop of the user's own.
+
+The matrices of `_muon.py`, `_soap.py` and `_shampoo.py` are divided over devices in `_divide.py`,
+which `_exchange.py` sends.
 """

@@ -255,13 +255,13 @@ class CompiledStep:
     def _take(
         self, state: PyTree | FlatState, args: tuple[PyTree, ...], *, copies: bool
     ) -> tuple[FlatState, PyTree]:
-        arrays, kind, own = self._split_state(state)
+        arrays, kind, is_last = self._split_state(state)
         leaves, structure = jax.tree.flatten(args)
-        # What follows is skipped where a call repeats the last one, since small steps take less
-        # time than it does.
-        types = list(map(type_of, leaves))
         program, constants = self._last_program, None
-        if program is None or not own or not program.fits(kind, structure, types):
+        types = list(map(type_of, leaves))
+        repeats = program is not None and is_last and program.fits(kind, structure, types)
+        # Skipped where a call repeats the last one, since small steps take less time than it does.
+        if not repeats:
             args = tree_to_jax_dtypes(args, "the arguments after the state")
             leaves, constants = self._split_arguments(args)
         # JAX's own error names neither the array nor the step that it was donated to.
@@ -273,17 +273,17 @@ class CompiledStep:
             refuse_donated(as_tree(state), args)
         to_keep = leaves
         if copies:  # the caller may overwrite the batch while the step is still running
-            leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
+            leaves = list(map(_copy_numpy, leaves))
         others = list(map(self._argument, leaves))
-        if program is None or constants is not None:  # the last call had other arguments
-            assert constants is not None
+        if constants is not None:  # the last call had other arguments
             program, is_new = self._program(kind, constants, arrays, leaves, others)
-            if is_new or not own:  # arrays that the step closes over stay valid
+            if is_new or not is_last:  # arrays that the step closes over stay valid
                 to_keep = [*others, *program.closed_over]
+        assert program is not None
         # Donated memory must not be shared with what stays.
-        arrays = separate(arrays, to_keep, distinct=own)
+        arrays = separate(arrays, to_keep, distinct=is_last)
         # Arrays that the last step returned are where they belong.
-        if not own or self._mesh is not self._user_mesh:
+        if not is_last or self._mesh is not self._user_mesh:
             arrays = list(map(_put, arrays, kind.shardings))
         arrays, aux = call_watched(self._overdue, program.run, arrays, others)
         if self._mesh is not self._user_mesh:
@@ -452,6 +452,12 @@ class CompiledStep:
             donate_argnums=0,
             compiler_options=self.compiler_options or None,
         )
+
+
+def _copy_numpy(x: PyTree) -> PyTree:
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    return x
 
 
 def _put(x: PyTree, sharding: NamedSharding) -> PyTree:

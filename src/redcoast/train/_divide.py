@@ -139,7 +139,7 @@ def compute_divided(
 def _compute_group(
     fn: OnStacks, shared: PyTree, members: Sequence[Sequence[StoredMatrices]], like: Sequence[int]
 ) -> list[list[Array]]:
-    """The same for members whose matrices have the same shapes."""
+    """`compute_divided` for members whose matrices have the same shapes."""
     mesh, sizes = traced_mesh(), _dividing_sizes()
     if mesh is None or not sizes:
         return _compute_stacked(fn, shared, members, like)
@@ -174,7 +174,7 @@ def _dividing_sizes() -> Mapping[str, int]:
 def _compute_stacked(
     fn: OnStacks, shared: PyTree, members: Sequence[Sequence[StoredMatrices]], like: Sequence[int]
 ) -> list[list[Array]]:
-    """The same with one stack of all matrices."""
+    """Computes with one stack of all matrices."""
     stacks: list[Array] = []
     for arrays in zip(*members, strict=True):
         stacks.append(jnp.concatenate([matrices.stacked() for matrices in arrays]))
@@ -194,7 +194,7 @@ def _compute_stacked(
 def _leave_to_compiler(
     fn: OnStacks, mesh: Mesh | AbstractMesh, sizes: Mapping[str, int]
 ) -> OnStacks:
-    """The same function on stacks that are divided over all devices, however they are stored."""
+    """The function on stacks that are divided over all devices, however they are stored."""
     axes = tuple(sizes)
 
     def divided(shared: PyTree, *stacks: Array) -> list[Array]:
@@ -250,7 +250,7 @@ def _exchange(
     mesh: Mesh | AbstractMesh,
     sizes: Mapping[str, int],
 ) -> list[list[Array]]:
-    """The same with matrices that the devices send each other."""
+    """Computes with matrices that the devices send each other."""
     bundles, last_rounds = _bundles(members, sizes)
 
     def local(shared: PyTree, members: Sequence[Sequence[StoredMatrices]]) -> list[list[Array]]:

@@ -8,11 +8,10 @@ from typing import Any
 import optax
 from jaxtyping import PyTree
 
-from ..core._errors import in_units
 from ..core._frames import hide_frames
 from ..train._loss import LossFn
 from ._dry_run import dry_run
-from ._report import DryRun
+from ._report import DryRun, gib
 from ._step_time import TrainingCost, check_positive
 from ._target_name import TargetDevices, parse_target
 
@@ -65,7 +64,21 @@ class TargetComparison:
             heads.append("price")
         rows = [heads]
         for target, run in self.runs.items():
-            rows.append([*_figures(run), *_costs(self.costs.get(target), len(heads) - 6)])
+            sizes = [f"{axis}={size}" for axis, size in run.mesh.items() if size > 1]
+            memory = f"{gib(run.memory['peak'])} of {gib(run.memory['usable'])}"
+            if not run.fits:
+                memory += ": too much"
+            row = [run.target, str(run.devices), ",".join(sizes) or "-", memory]
+            if run.step is not None:
+                row.append(f"{run.step.seconds * 1e3:,.4g}")
+                row.append(f"{run.rows / run.step.seconds:,.4g}")
+            cost = self.costs.get(target)
+            if cost is not None:
+                row += [f"{cost.hours:,.4g}", f"{cost.device_hours:,.4g}"]
+                if cost.price is not None:
+                    row.append(f"{cost.price:,.2f}")
+            # What is not known of a program that its compiler rejected.
+            rows.append(row + ["-"] * (len(heads) - len(row)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for target, *figures in rows:
@@ -200,25 +213,3 @@ def _order(run: DryRun) -> tuple[bool, float]:
         # Those without an estimate of the time come last.
         return not run.fits, math.inf
     return not run.fits, run.step.seconds
-
-
-def _figures(run: DryRun) -> list[str]:
-    sizes = [f"{axis}={size}" for axis, size in run.mesh.items() if size > 1]
-    peak, usable = run.memory["peak"], run.memory["usable"]
-    memory = f"{in_units(peak, 2**30)} of {in_units(usable, 2**30)}"
-    if not run.fits:
-        memory += ": too much"
-    step, rate = "-", "-"
-    if run.step is not None:
-        step = f"{run.step.seconds * 1e3:,.4g}"
-        rate = f"{run.rows / run.step.seconds:,.4g}"
-    return [run.target, str(run.devices), ",".join(sizes) or "-", memory, step, rate]
-
-
-def _costs(cost: TrainingCost | None, columns: int) -> list[str]:
-    if cost is None:
-        return ["-"] * columns
-    price = "-"
-    if cost.price is not None:
-        price = f"{cost.price:,.2f}"
-    return [f"{cost.hours:,.4g}", f"{cost.device_hours:,.4g}", price][:columns]

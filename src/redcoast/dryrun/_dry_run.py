@@ -156,6 +156,12 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
     assert target is not None
     bounds, step, notes = None, None, list(place.notes)
     if compiled.moved is not None:  # the compiler has accepted the program
+        repeated = 0.0
+        program = plan.report.program_or_none
+        if program is not None and program.arithmetic.per_device:
+            # Without repetition, the devices together do exactly the arithmetic of the program.
+            of_devices = mesh.size * program.arithmetic.per_device
+            repeated = max(0.0, 1 - program.arithmetic.flops / of_devices)
         bandwidths = axis_bandwidths(target, mesh)
         bounds = time_bounds(
             flops=compiled.flops,
@@ -163,7 +169,7 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
             sent_bytes=compiled.sent,
             chip=target.chip,
             bandwidths=bandwidths,
-            repeated=_repeated(plan, mesh),
+            repeated=repeated,
         )
         step = estimate_step_time(
             compiled.events,
@@ -207,15 +213,6 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         plan=plan,
         lines=compiled.lines,
     )
-
-
-def _repeated(plan: Plan, mesh: Mesh) -> float:
-    """The part of a device's arithmetic that other devices do as well."""
-    program = plan.report.program_or_none
-    if program is None or not program.arithmetic.per_device:
-        return 0.0
-    # Without repetition, the devices together do exactly the arithmetic of the program.
-    return max(0.0, 1 - program.arithmetic.flops / (mesh.size * program.arithmetic.per_device))
 
 
 def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:

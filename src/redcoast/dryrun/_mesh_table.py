@@ -1,7 +1,7 @@
 """The result of a mesh search, and its table."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -185,7 +185,11 @@ def _groups(
             figures.append(_scaled(getattr(candidate, column.name), unit))
         line = _TableLine(tuple(figures), candidate.fits, candidate.error)
         if candidate.fits is None and candidate.error is None:
-            line = _with_same_estimates(line, first)
+            planned = line.figures[: len(_PLANNED)]
+            for other in first:
+                if other.error is None and other.figures[: len(_PLANNED)] == planned:
+                    line = other
+                    break
         first.setdefault(line, candidate)
         alike[line] += 1
     return [(candidate, line.figures, alike[line] - 1) for line, candidate in first.items()]
@@ -197,15 +201,6 @@ class _TableLine(NamedTuple):
     figures: tuple[str, ...]  # as text, in the order of the columns
     fits: bool | None
     error: str | None
-
-
-def _with_same_estimates(line: _TableLine, others: Iterable[_TableLine]) -> _TableLine:
-    """The first of the other lines with the same planned figures; by default the line itself."""
-    planned = line.figures[: len(_PLANNED)]
-    for other in others:
-        if other.error is None and other.figures[: len(_PLANNED)] == planned:
-            return other
-    return line
 
 
 def _remark(candidate: Candidate, alike: int) -> str:

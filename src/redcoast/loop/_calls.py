@@ -178,20 +178,15 @@ class Calls:
         if self._together is not None and _types(arrays) == self._types:
             # Always of the same size, so that there is one program for all numbers of steps.
             stacked = stack([batch.arrays for batch in group], self._pace.most)
-            if self._suits(self._together, state, stacked):
+            # Measured once, when the program is traced for the first batch.
+            small, self._small = self._small, None
+            if small is None or _is_small(self._together, as_tree(state), stacked, small):
                 return take_together(self._together, state, group, stacked)
+            self._together = None
         if self._data.on_host:
             # Batches stay on the host while steps are taken together, and this one goes alone.
             arrays = place_batch(arrays, self._data.mesh, kinds=ARRAYS_OF_BATCH)
         return StepCall(group, *self._alone(state, arrays))
-
-    def _suits(self, together: CompiledStep, state: PyTree | FlatState, stacked: PyTree) -> bool:
-        """Whether the program is used, which is decided when it is first traced."""
-        # Measured once, for the first batch.
-        small, self._small = self._small, None
-        if small is not None and not _is_small(together, as_tree(state), stacked, small):
-            self._together = None
-        return self._together is not None
 
 
 def take_together(
@@ -289,7 +284,10 @@ def plan_calls(
         small = ON_ACCELERATOR
         if data.mesh.devices.flat[0].platform == "cpu":
             small = ON_CPU
-        most = _most(small, state, data)
+        most = 0
+        # Arrays for a whole batch, such as edges of graphs, have other sizes in each.
+        if not data.per_batch and _bytes(state) <= small.state_bytes:
+            most = min(MOST, int(small.batch_bytes / max(1, _bytes(data.spec))))
     elif data.steps is not None:
         # There is memory for as many batches as a call may take.
         most = min(steps_per_call, data.steps)
@@ -305,14 +303,6 @@ def plan_calls(
     data.on_host = True
     pace = Pace(most, fixed=steps_per_call is not None)
     return Calls(alone, data, training.several_by(plan, data.mesh), pace, small)
-
-
-def _most(small: Small, state: TrainState, data: Batches) -> int:
-    """How many steps of a small model a call may take; 0 if the model is not small."""
-    # Arrays for a whole batch, such as edges of graphs, have other sizes in each.
-    if data.per_batch or _bytes(state) > small.state_bytes:
-        return 0
-    return min(MOST, int(small.batch_bytes / max(1, _bytes(data.spec))))
 
 
 def _bytes(tree: PyTree) -> int:

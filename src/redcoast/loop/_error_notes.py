@@ -50,7 +50,6 @@ def _explanation(plan: Plan) -> str:
     )
 
 
-
 @contextlib.contextmanager
 def noted_checkpoint(checkpoints: Checkpoints | None) -> Iterator[None]:
     """Adds a note to an error that says where the newest checkpoint is."""

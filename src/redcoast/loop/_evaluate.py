@@ -126,7 +126,8 @@ def evaluate(
 
     with auto_ambient_mesh():
         first, batches = _read(loading, model, mesh, key)
-        key = _key_on(mesh, key)
+        # The key of a state is on the devices of its run, which may be other devices.
+        key = put(_default(key), NamedSharding(mesh, P()))
         plan = _plan(loss, model, mesh, first, key)
         count = count_in_epoch(loading.examples)
         # The mean over one batch is the mean over its examples, whatever they depend on. Nodes of
@@ -232,7 +233,7 @@ def predict_examples(
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
     with auto_ambient_mesh():
         first, batches = _read(loading, model, mesh, key)
-        key = _key_on(mesh, key)
+        key = put(_default(key), NamedSharding(mesh, P()))
         plan = _plan(predicted, model, mesh, first, key)
         prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
         placed = place_tree(model, plan.shardings)
@@ -270,11 +271,6 @@ def _read(
             yield from batches
 
     return first, first_and_rest()
-
-
-def _key_on(mesh: Mesh, key: PRNGKeyArray | None) -> PRNGKeyArray:
-    # The key of a state is on the devices of its run, which may be other devices.
-    return put(_default(key), NamedSharding(mesh, P()))
 
 
 def _plan(

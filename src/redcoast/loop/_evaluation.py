@@ -166,7 +166,15 @@ class CompiledEvaluation:
 
     def rehearse(self, model: PyTree, key: PRNGKeyArray | None = None) -> list[str]:
         """Returns the names of the metrics. The loss is traced, and one batch is predicted."""
-        self._check_agreement(model, key)
+        if jax.process_count() > 1:
+            programs = {"loss": self.mean_loss, "prediction": self.prediction}
+            # One batch stands for all: its shapes and dtypes decide which program runs.
+            with contextlib.closing(self._batches(count=1)) as batches:
+                arrays = next(batches).arrays
+            for name, program in programs.items():
+                if program is not None:
+                    name = f"the program of the evaluation's {name}"
+                    check_program(name, program, model, arrays, key)
         names: list[str] = []
         if self.mean_loss is not None:
             with contextlib.closing(self._batches()) as batches:
@@ -186,20 +194,6 @@ class CompiledEvaluation:
             loss = ExaminedLoss(self.evaluation.loss_fn, model, None, self.mesh, self.compute_dtype)
             with contextlib.closing(self._batches()) as batches:
                 warn_of_labels(loss, batches)
-
-    def _check_agreement(self, model: PyTree, key: PRNGKeyArray | None) -> None:
-        """Raises `ValueError` on all processes if their programs of the evaluation differ."""
-        if jax.process_count() == 1:
-            return
-        programs = {"loss": self.mean_loss, "prediction": self.prediction}
-        # One batch stands for all: its shapes and dtypes decide which program runs.
-        with contextlib.closing(self._batches(count=1)) as batches:
-            arrays = next(batches).arrays
-        for name, program in programs.items():
-            if program is not None:
-                check_program(
-                    f"the program of the evaluation's {name}", program, model, arrays, key
-                )
 
     def _compared(
         self,

@@ -43,8 +43,14 @@ def first_examples(
 ) -> Listing:
     """The first examples of an evaluation, and some over the whole length, collated."""
     if isinstance(examples, OwnBatches):
-        batch = lambda indices: _first_batch(examples, collate_fn, indices, name)
-        return _listing(batch, [list(range(_MOST))])
+
+        def read_first(indices: list[int]) -> PyTree:
+            (item,) = read_batches(examples, name=name).peek(1)
+            batch = without_marks(collate_own(collate_fn, item, 0))
+            # A batch may have fewer rows than are compared.
+            return jax.tree.map(lambda x: x[np.array(indices) % len(x)], batch)
+
+        return _listing(read_first, [list(range(_MOST))])
     assert collate_fn is not None
     assert batch_size is not None
     source = read_source(examples, epochs=1, name=name)
@@ -62,16 +68,6 @@ def first_examples(
         return collate(collate_fn, chosen, indices[: len(chosen)], lambda: None)
 
     return _listing(read, _chosen(rows, length))
-
-
-def _first_batch(
-    examples: OwnBatches, collate_fn: CollateFn | None, indices: list[int], name: str
-) -> PyTree:
-    """Rows of the first batch that a source makes."""
-    (item,) = read_batches(examples, name=name).peek(1)
-    batch = without_marks(collate_own(collate_fn, item, 0))
-    # A batch may have fewer rows than are compared.
-    return jax.tree.map(lambda x: x[np.array(indices) % len(x)], batch)
 
 
 def _rows_of_a_device(batch_size: int, mesh: Mesh) -> int:
@@ -96,7 +92,10 @@ def _listing(collated: Callable[[list[int]], PyTree], groups: list[list[int]]) -
     """The rows of collated examples, with one line for each array of a row."""
 
     def lines() -> list[str]:
-        return [line for indices in groups for line in _lines_of(collated, indices)]
+        listed: list[str] = []
+        for indices in groups:
+            listed += _lines_of(collated, indices)
+        return listed
 
     first = lines()
     # Asked only if processes differ: a random `collate_fn` explains it.

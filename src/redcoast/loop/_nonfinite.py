@@ -28,7 +28,7 @@ from ..data._loading import Loaded
 from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES
 from ..train._compiled_call import CompiledCall
-from ..train._lookups import Lookup, find_lookups
+from ..train._lookups import find_lookups
 from ..train._loss import ExaminedLoss
 from ..train._microbatches import loss_and_grads, loss_of_params, microbatches
 from ..train._state import TrainState
@@ -161,16 +161,13 @@ def _floating(tree: PyTree, *, of: str = "") -> dict[str, PyTree]:
     return {show(path): x for path, x in leaves if eqx.is_inexact_array(x)}
 
 
-def arrays_of_batch(batch: Batch | Loaded) -> dict[str, PyTree]:
-    """The arrays of a batch, by their places in it."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch.arrays)
-    return {show_place(path, "batch"): x for path, x in leaves if isinstance(x, ARRAYS)}
-
-
 def _integers(batch: Batch | Loaded) -> dict[str, PyTree]:
     """The integer arrays of a batch that have elements, by their places in it."""
-    is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
-    return {path: x for path, x in arrays_of_batch(batch).items() if is_integer(x)}
+    integers: dict[str, PyTree] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(batch.arrays):
+        if isinstance(x, ARRAYS) and jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0:
+            integers[show_place(path, "batch")] = x
+    return integers
 
 
 def sentences(nonfinite: Nonfinite, indices: list[int], first: str | None, *, trained: bool) -> str:
@@ -304,8 +301,19 @@ def warn_of_clamped_indices(
     training: Training, data: Batches, batch: Batch, state: TrainState
 ) -> None:
     """Warns if the loss indexes an array beyond its end, where JAX reads the last element."""
-    if not _may_be_beyond(batch, state.model, data.mesh):
-        return  # without tracing the loss
+    integers = list(_integers(batch).values())
+    sizes: set[int] = set()  # of the axes of the model
+    for x in jax.tree.leaves(state.model):
+        if isinstance(x, ARRAYS):
+            sizes.update(x.shape)
+    smallest = min(sizes - {0, 1}, default=0)
+    if not integers or not smallest:
+        return
+    # A function of the module, which `jax.jit` knows again in a later run.
+    largest = jax.jit(_largest, out_shardings=NamedSharding(data.mesh, P()))
+    # If no integer is as large as an axis, no lookup is out of range, and the loss is not traced.
+    if max(map(int, jax.device_get(largest(integers)))) < smallest:
+        return
     indices, _ = data.examples_of(batch)
     dtype = training.compute_dtype
     loss = ExaminedLoss(training.loss_fn, state.model, batch.arrays, data.mesh, dtype)
@@ -314,22 +322,6 @@ def warn_of_clamped_indices(
             f"{sentence} JAX reads the last element instead, without an error. If they are masked, "
             "replace them by 0 before the lookup."
         )
-
-
-def _may_be_beyond(batch: Batch, model: PyTree, mesh: Mesh) -> bool:
-    """Whether an integer of the batch is as large as an axis of the model."""
-    integers = list(_integers(batch).values())
-    sizes: set[int] = set()
-    for x in jax.tree.leaves(model):
-        if isinstance(x, ARRAYS):
-            sizes.update(x.shape)
-    smallest = min(sizes - {0, 1}, default=0)
-    if not integers or not smallest:
-        return False
-    # A function of the module, which `jax.jit` knows again in a later run.
-    largest = jax.jit(_largest, out_shardings=NamedSharding(mesh, P()))
-    # Without one, no lookup can be out of range, and the loss need not be traced.
-    return max(map(int, jax.device_get(largest(integers)))) >= smallest
 
 
 def _largest(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -366,20 +358,17 @@ def _first_beyond(
     except Exception:  # not every program can be read, and training goes on
         return None
     for axis, (low, high), is_wanted in zip(lookups.axes, ranges, wanted, strict=True):
-        index = _outside(axis, int(low), int(high), below=not training)
-        if is_wanted and index is not None:
+        if not is_wanted:
+            continue
+        index = None
+        if high >= axis.size:
+            index = int(high)
+        elif low < 0 and not training:
+            index = int(low)
+        if index is not None:
             at = ""
             if axis.where:
                 at = f", at {axis.where}"
-            named = index, axis.size, axis.shape, at, indices, axis.paths
-            return _beyond(batch, loss.mesh, *named)
+            read = index, axis.size, axis.shape, at
+            return _beyond(batch, loss.mesh, *read, indices, axis.paths)
     return None
-
-
-def _outside(axis: Lookup, low: int, high: int, *, below: bool) -> int | None:
-    """An index outside an axis; negative ones only count if `below`."""
-    if high >= axis.size:
-        return high
-    if not (below and low < 0):
-        return None
-    return low

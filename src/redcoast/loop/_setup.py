@@ -97,8 +97,18 @@ def plan_run(settings: RunSettings, state: TrainState, data: Batches, printer: P
         state, data, settings.evaluation, training.compute_dtype, plans=not is_given
     )
     if settings.chooses_mesh:
+        # Imported where it is used, so that importing redcoast stays fast.
+        from ..dryrun._job import Job
+        from ..dryrun._mesh_search import auto_mesh
+
+        if data.is_split:
+            raise ValueError(
+                "With `split_by_host`, the mesh determines which examples each process reads. "
+                'Pass a mesh instead of "auto".'
+            )
         # The search needs the shapes of a batch, so the data has the default mesh until here.
-        data.mesh = best_mesh(settings, state, data, quiet=printer.quiet)
+        job = Job(state, data.spec, training, settings.overrides, settings.memory)
+        data.mesh = auto_mesh(job, quiet=printer.quiet)
     if training.accumulate > 1 and data.per_batch:
         refuse_per_batch(training.accumulate)
     if is_given:
@@ -132,21 +142,6 @@ def plan_run(settings: RunSettings, state: TrainState, data: Batches, printer: P
         )
         check_step(planned, training, state, data.spec)
     return planned
-
-
-def best_mesh(settings: RunSettings, state: TrainState, data: Batches, *, quiet: bool) -> Mesh:
-    """The best mesh of all devices for the step."""
-    # Imported where it is used, so that importing redcoast stays fast.
-    from ..dryrun._job import Job
-    from ..dryrun._mesh_search import auto_mesh
-
-    if data.is_split:
-        raise ValueError(
-            "With `split_by_host`, the mesh determines which examples each process reads. Pass a "
-            'mesh instead of "auto".'
-        )
-    job = Job(state, data.spec, settings.training, settings.overrides, settings.memory)
-    return auto_mesh(job, quiet=quiet)
 
 
 def check_plan_fits(plan: Plan, state: TrainState) -> None:

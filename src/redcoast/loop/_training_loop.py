@@ -4,7 +4,6 @@ import contextlib
 import functools as ft
 import logging
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -149,7 +148,8 @@ class TrainingLoop:
 
     def _push(self, call: StepCall) -> None:
         """Passes the metrics of a call to the reader, with what explains a step that is skipped."""
-        explain = self._explain
+        training, checkpoints = self.settings.training, self.settings.checkpoints
+        explain = ft.partial(explain_step, training, self.plan, self.data, checkpoints)
         if isinstance(call.metrics, StackedMetrics):
             first = call.numbers[0]
             self.reader.push_call(
@@ -172,11 +172,6 @@ class TrainingLoop:
             inspect=ft.partial(explain_batch, self.data, done.batch),
             state=state,
         )
-
-    @ft.cached_property
-    def _explain(self) -> Callable[[StepTaken, bool], str]:
-        training, checkpoints = self.settings.training, self.settings.checkpoints
-        return ft.partial(explain_step, training, self.plan, self.data, checkpoints)
 
     def _step_to_stop_after(self, call: StepCall, before: StepCall | None) -> StepTaken | None:
         """The step after which a logger stops the run, if more steps were dispatched since.

@@ -1,11 +1,10 @@
 """Concurrent requests, which one thread generates in batches."""
 
-import contextlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -200,9 +199,16 @@ def answer_batch(served: Served, jobs: Sequence[ServedJob], random: np.random.Ge
     so that the error of one job does not end the others."""
     rows: list[AnswerRow] = []
     for job in jobs:
+        own: list[AnswerRow] = []
+        seeds = random.integers(2**32, size=len(job.prompts)).tolist()
         try:
-            # A grammar may fail to compile, which is the mistake of this job alone.
-            rows += rows_for(job, served, random)
+            for index, seed in enumerate(seeds):
+                number = 0
+                if job.seed is not None:
+                    seed, number = job.seed, index  # rows of one seed differ by their numbers
+                # A grammar may fail to compile, which is the mistake of this job alone.
+                own.append(AnswerRow(job, index, served, seed, number))
+            rows += own
         except BaseException as error:
             job.send(as_exception(error))
     try:
@@ -226,17 +232,6 @@ def as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def rows_for(job: ServedJob, served: Served, random: np.random.Generator) -> list["AnswerRow"]:
-    """The rows of a job. Without a seed of its own, each row draws one."""
-    rows = []
-    for index, drawn in enumerate(random.integers(2**32, size=len(job.prompts)).tolist()):
-        seed, number = drawn, 0
-        if job.seed is not None:
-            seed, number = job.seed, index  # rows of one seed differ by their numbers
-        rows.append(AnswerRow(job, index, served, seed, number))
-    return rows
 
 
 class AnswerRow:
@@ -300,15 +295,10 @@ class AnswerRow:
         """Adds the row's next token."""
         if self.ended:
             return
-        with self.failing():
-            self._add(token, scored)
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Ends this job after its error; the other jobs of the batch continue."""
         try:
-            yield
+            self._add(token, scored)
         except BaseException as error:
+            # The other jobs of the batch continue.
             self.failed = True
             self.job.send(as_exception(error))
             # So that the other rows of the job end too.
@@ -407,16 +397,20 @@ def show_prompts(rows: Sequence[AnswerRow], scores: Scores) -> None:
     for i, row in enumerate(rows):
         if row.job.extras.echo is None:
             continue
-        scored = []
+        scored: list[Scored] = []
         if row.job.extras.logprobs is not None:
             begin = scores.chosen.shape[1] - len(row.prompt)  # prompts end in the last column
-            scored = [Scored(row.prompt[0], None, ())]
+            scored.append(Scored(row.prompt[0], None, ()))
             for place, token in enumerate(row.prompt[1:], begin):
-                scored.append(score_of(row, token, scores, (i, place)))
+                score = score_of(row, token, scores, (i, place))
+                if score is not None:
+                    scored.append(score)
         row.echo(scored)
 
 
-def score_of(row: AnswerRow, token: int, scores: Scores, place: int | tuple[int, int]) -> Any:
+def score_of(
+    row: AnswerRow, token: int, scores: Scores, place: int | tuple[int, int]
+) -> Scored | None:
     """The score of a token at a position of the arrays, if the row requests it."""
     count = row.job.extras.logprobs
     if count is None or row.ended:

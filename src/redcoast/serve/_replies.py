@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ._batching import Piece, Scored
+from ._detokenize import UNFINISHED
 from ._openai_fields import Body
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass
@@ -159,7 +158,7 @@ class Speller:
         # SentencePiece's decoders omit the first space of a text.
         if self._name(token).startswith("\u2581") and not text.startswith(" "):
             text = f" {text}"
-        if REPLACEMENT in text:
+        if UNFINISHED in text:
             return ""
         return text
 

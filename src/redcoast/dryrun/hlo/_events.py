@@ -110,7 +110,8 @@ def count_flops(events: Iterable[Event]) -> Counter[str]:
 def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
     for instruction in scope.computation.instructions.values():
         match instruction.opcode:
-            case "while" if _is_interpreted(instruction):
+            # Loops over blocks stand for JAX's splash attention, which CPUs interpret.
+            case "while" if "/splash_mha_" in (operation_name(instruction.rest) or ""):
                 yield _interpreted_kernel(program, scope, instruction)
             case "while":
                 yield _loop(program, scope, instruction)
@@ -139,11 +140,6 @@ def _loop(program: PartitionedProgram, scope: CallScope, instruction: Instructio
     if trips is None:
         return Loop(1, events, exact=False)
     return Loop(trips, events)
-
-
-def _is_interpreted(instruction: Instruction) -> bool:
-    """Whether a loop over blocks stands for JAX's splash attention, which CPUs interpret."""
-    return "/splash_mha_" in (operation_name(instruction.rest) or "")
 
 
 def _interpreted_kernel(

@@ -77,10 +77,17 @@ def parse_module(text: str) -> Module:
             last = replace(last, rest=f"{last.rest} {line}")
             instructions[last.name] = last
         elif line.strip():
-            last, is_root = _instruction(line, number)
-            instructions[last.name] = last
-            if is_root:
-                root = last.name
+            match = _INSTRUCTION.match(line)
+            if match is None:
+                raise ValueError(
+                    f"Line {number} of the HLO text is not an instruction: {line.strip()[:80]!r}. "
+                    "It should look like `%name = f32[8]{0} opcode(%operand), attributes`."
+                )
+            is_root, name, shape, opcode, rest = match.groups()
+            last = Instruction(name, shape, opcode, rest)
+            instructions[name] = last
+            if is_root is not None:
+                root = name
     # A complete text ends behind the last computation.
     if current is not None:
         raise ValueError(f"The HLO text is cut off: it ends inside the computation `{current}`.")
@@ -103,17 +110,6 @@ def _is_open(instruction: Instruction | None) -> bool:
         return False
     text = _STRING.sub("", instruction.rest)
     return text.count("{") > text.count("}")
-
-
-def _instruction(line: str, number: int) -> tuple[Instruction, bool]:
-    match = _INSTRUCTION.match(line)
-    if match is None:
-        raise ValueError(
-            f"Line {number} of the HLO text is not an instruction: {line.strip()[:80]!r}. It "
-            "should look like `%name = f32[8]{0} opcode(%operand), attributes`."
-        )
-    is_root, name, shape, opcode, rest = match.groups()
-    return Instruction(name, shape, opcode, rest), is_root is not None
 
 
 def _setting(header: str, name: str) -> int:

@@ -66,7 +66,7 @@ def product_flops(module: Module, within: Computation, instruction: Instruction)
     """
     match instruction.opcode:
         case "dot":
-            return _dot(within, instruction, attributes(instruction))
+            return _dot(within, instruction)
         case "convolution":
             return _convolution(within, instruction)
         case "fusion" | "call" | "async-start":
@@ -86,7 +86,7 @@ def _custom_call(module: Module, within: Computation, instruction: Instruction) 
     if target.startswith("__cudnn$fmha"):
         return _cudnn_attention(within, instruction, backward="Backward" in target)
     if target.startswith("__cublas"):
-        return _dot(within, instruction, instruction.rest)
+        return _dot(within, instruction)
     if target.startswith("__cudnn$conv"):
         return _convolution(within, instruction)
     if _is_splash(instruction):
@@ -97,11 +97,11 @@ def _custom_call(module: Module, within: Computation, instruction: Instruction) 
     return Counter({first_array(instruction.shape).dtype: int(stated[1])})
 
 
-def _dot(within: Computation, instruction: Instruction, settings: str) -> Counter[str]:
+def _dot(within: Computation, instruction: Instruction) -> Counter[str]:
     """Two operations for each element of the result and each contracted element."""
     left = first_array(lookup(within, operands(instruction)[0]).shape)
     multiply_adds = prod(first_array(instruction.shape).sizes)
-    for dim in _dims(settings, "lhs_contracting"):
+    for dim in dimension_numbers(instruction, "lhs_contracting"):
         multiply_adds *= left.sizes[dim]
     return Counter({left.dtype: 2 * multiply_adds})
 
@@ -109,14 +109,15 @@ def _dot(within: Computation, instruction: Instruction, settings: str) -> Counte
 def dimension_numbers(instruction: Instruction, name: str) -> list[int]:
     """The dimensions `lhs_contracting`, `rhs_contracting`, `lhs_batch` or `rhs_batch` of a `dot` or
     of a call of cuBLAS."""
+    # `lhs_contracting_dims={1}` of a dot, or `"lhs_contracting_dimensions":["1"]` of cuBLAS.
     settings = instruction.rest
     if instruction.opcode == "dot":
         settings = attributes(instruction)
-    return _dims(settings, name)
-
-
-def _dims(settings: str, name: str) -> list[int]:
-    return _numbers(settings, f"{name}_dim(?:ension)?s")
+    written = rf'"?\b{name}_dim(?:ension)?s"?[=:][\[{{]([^\]}}]*)[\]}}]'
+    match = re.search(written, settings)
+    if match is None:
+        return []
+    return list(map(int, re.findall(r"\d+", match[1])))
 
 
 def _convolution(within: Computation, instruction: Instruction) -> Counter[str]:
@@ -267,11 +268,3 @@ def _causal_share(length: int, window: int) -> float:
     if not 0 < window < length:
         return (length + 1) / (2 * length)
     return (window * length - window * (window - 1) / 2) / length**2
-
-
-def _numbers(text: str, name: str) -> list[int]:
-    # `lhs_contracting_dims={1}` of a dot, or `"lhs_contracting_dimensions":["1"]` of cuBLAS.
-    match = re.search(rf'"?\b{name}"?[=:][\[{{]([^\]}}]*)[\]}}]', text)
-    if match is None:
-        return []
-    return list(map(int, re.findall(r"\d+", match[1])))

@@ -53,33 +53,46 @@ def check_agreement(
     if jax.process_count() == 1:
         return
     training, evaluation = settings.training, settings.evaluation
-    functions = {"collate_fn": data.collate_fn, "loss_fn": training.loss_fn}
-    values: dict[str, object] = {  # of types that JSON supports
-        "accumulate": training.accumulate,
-        "checkpoints": str(settings.checkpoints),
-        "early_stopping": str(settings.early_stopping),
-        "batch_size": settings.batch_size,
-        "epochs": settings.epochs,
-        "steps": settings.steps,
-        "average": settings.average,
+    compared: dict[str, PyTree] = {}  # values of types that JSON supports
+    for name, text in code_version().items():
+        compared[f"the version of {name}"] = text
+    for name in _SETTINGS:
+        compared[f"JAX's setting {name}"] = str(getattr(jax.config, name, ""))
+    # The order of the devices is a part of a mesh, and its text does not show it.
+    devices = str([device.id for device in data.mesh.devices.flat])
+    compared |= {
+        "`accumulate`": training.accumulate,
+        "`checkpoints`": str(settings.checkpoints),
+        "`early_stopping`": str(settings.early_stopping),
+        "`batch_size`": settings.batch_size,
+        "`epochs`": settings.epochs,
+        "`steps`": settings.steps,
+        "`average`": settings.average,
+        "`mesh`": dict(data.mesh.shape),
+        "the number of `examples`": data.length,
+        "`key`": describe_array(key),
+        "the devices of `mesh`": checksum(devices.encode()),
+        "what `collate_fn` returns": describe_batch(data.spec),
+        "the code of `collate_fn`": _code(data.collate_fn),
+        "the code of `loss_fn`": _code(training.loss_fn),
+        "the plan of the model": checksum(plan.table().encode()),
     }
     # Processes that create other models would train their average.
     if is_init_fn(model):
-        functions["init_fn"] = model
-    lengths = {"examples": data.length}
+        compared["the code of `init_fn`"] = _code(model)
     listings = {"the values of the initial model": tree_listing(model)}
     # With `split_by_host`, each process is meant to read other examples.
     if not data.is_split:
         listings["the first examples"] = first_training_examples(data)
     if evaluation is not None:
         for field in fields(evaluation):
-            value, name = getattr(evaluation, field.name), f"Evaluation.{field.name}"
+            value, name = getattr(evaluation, field.name), f"`Evaluation.{field.name}`"
             if field.name == "examples":
-                lengths[name] = count_in_epoch(value)
+                compared[f"the number of {name}"] = count_in_epoch(value)
             elif field.name.endswith("_fn"):
-                functions[name] = value
+                compared[f"the code of {name}"] = _code(value)
             else:
-                values[name] = value
+                compared[name] = value
         listings["the first examples of the evaluation"] = first_examples(
             evaluation.examples,
             evaluation.collate_fn,
@@ -92,24 +105,6 @@ def check_agreement(
     if is_first_full:
         traced = step(training.accumulate).trace(state, data.spec)
         listings["the program of the step"] = program_listing(traced.jaxpr)
-    # The order of the devices is a part of a mesh, and its text does not show it.
-    devices = str([device.id for device in data.mesh.devices.flat])
-    compared: dict[str, PyTree] = {}
-    for name, text in code_version().items():
-        compared[f"the version of {name}"] = text
-    for name in _SETTINGS:
-        compared[f"JAX's setting {name}"] = str(getattr(jax.config, name, ""))
-    for name, value in values.items():
-        compared[f"`{name}`"] = value
-    compared["`mesh`"] = dict(data.mesh.shape)
-    for name, length in lengths.items():
-        compared[f"the number of `{name}`"] = length
-    compared["`key`"] = describe_array(key)
-    compared["the devices of `mesh`"] = checksum(devices.encode())
-    compared["what `collate_fn` returns"] = describe_batch(data.spec)
-    for name, fn in functions.items():
-        compared[f"the code of `{name}`"] = _code(fn)
-    compared["the plan of the model"] = checksum(plan.table().encode())
     agree(compared, listings)
 
 

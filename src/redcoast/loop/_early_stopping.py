@@ -137,14 +137,15 @@ class BestSoFar:
     """The best evaluation of a run, and how many evaluations have followed it.
 
     - `step`: the step of the best evaluation; `None` before it, or if all were NaN.
-    - `value`: its value of the metric.
+    - `value`: its value of the metric; `None` likewise.
     - `since`: the number of evaluations after it.
     """
 
     def __init__(self, early_stopping: EarlyStopping, checkpoints: Checkpoints | None):
         self.rule, self._checkpoints = early_stopping, checkpoints
         self.step: int | None = None
-        self.value, self.since = math.nan, 0
+        self.value: float | None = None
+        self.since = 0
         self._copy: Callable[[], PyTree] | None = None  # of the best state
 
     @property
@@ -155,10 +156,7 @@ class BestSoFar:
     @property
     def saved(self) -> JSONObject:
         """The counters, as values that JSON supports."""
-        value = self.value
-        if self.step is None:
-            value = None
-        return {"step": self.step, "value": value, "since": self.since}
+        return {"step": self.step, "value": self.value, "since": self.since}
 
     def restore(self, saved: JSONObject | None) -> None:
         """Restores the counters of a checkpoint.
@@ -167,10 +165,7 @@ class BestSoFar:
         counts.
         """
         if saved is not None:
-            self.step, self.since = saved["step"], saved["since"]
-            self.value = saved["value"]
-        if self.value is None:  # JSON has no NaN
-            self.value = math.nan
+            self.step, self.value, self.since = saved["step"], saved["value"], saved["since"]
             return
         # A run that began without early stopping has its metrics in the checkpoints alone.
         values = {}
@@ -205,16 +200,15 @@ class BestSoFar:
     def describe(self, step: int) -> str:
         """A sentence about how a run ended after a step."""
         name, count = self.rule.metric, self.since
-        after = f"after step {step:,}"
-        if self.step is None:
-            return f"Training ended {after}: {name} was NaN in every evaluation."
-        ended = f"Training ended {after}"
+        if self.value is None:
+            return f"Training ended after step {step:,}: {name} was NaN in every evaluation."
+        ended = "ended"
         if self.is_over:
-            ended = f"Training stopped early {after}"
+            ended = "stopped early"
         evaluations = f"{count} evaluation{'s' * (count != 1)}"
         return (
-            f"{ended}: {name} was best at step {self.step:,}, {self.value:.4g}, {evaluations} "
-            "before. The state of that step is returned."
+            f"Training {ended} after step {step:,}: {name} was best at step {self.step:,}, "
+            f"{self.value:.4g}, {evaluations} before. The state of that step is returned."
         )
 
     def _is_better(self, value: float) -> bool:
@@ -222,7 +216,7 @@ class BestSoFar:
         if self.rule.mode == "min":
             sign = -1.0
         best = -math.inf
-        if self.step is not None:
+        if self.value is not None:
             best = sign * self.value
         # NaN is not better than anything.
         return sign * value > best

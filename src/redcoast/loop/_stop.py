@@ -302,8 +302,6 @@ def _level_of(outer: StopRequest | None) -> int:
 
 
 def highest_level(reasons: list[StopReason], level: int) -> int:
-    if not reasons:
-        return level
     # An interrupt after a SIGTERM still raises `KeyboardInterrupt`.
     return max([level, *(reason.level for reason in reasons)])
 

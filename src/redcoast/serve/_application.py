@@ -6,6 +6,7 @@ tokenise prompts, so that a request does not delay the answers to others.
 
 import asyncio
 import contextlib
+import functools as ft
 import json
 import threading
 from collections.abc import AsyncIterator, Mapping
@@ -84,7 +85,7 @@ def make_app(
         # Until the last batch has ended; meanwhile, its answers are still sent.
         await asyncio.to_thread(thread.join)
 
-    async def answer_as(request: Request, *, chat: bool) -> Response:
+    async def complete(request: Request, *, chat: bool) -> Response:
         if server.queue.full():
             return await too_many(request, server)
         body = await read_body(request, server.limits.most_bytes, timeout)
@@ -92,12 +93,6 @@ def make_app(
         # In another thread, since to tokenise a long prompt takes a while.
         ask = await asyncio.get_running_loop().run_in_executor(readers, read)
         return await answer(request, server, ask, chat=chat)
-
-    async def chat(request: Request) -> Response:
-        return await answer_as(request, chat=True)
-
-    async def complete(request: Request) -> Response:
-        return await answer_as(request, chat=False)
 
     entry = model_body(server.limits.name, server.created)
 
@@ -113,8 +108,8 @@ def make_app(
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/chat/completions", ft.partial(complete, chat=True), methods=["POST"]),
+            Route("/v1/completions", ft.partial(complete, chat=False), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),

@@ -115,24 +115,22 @@ def read_program(
             "compiler does not provide it. Compile for CPU, GPU or TPU."
         )
     module = parse_module(hlo_text)
-    if module.replicas * module.partitions > 1:
-        if module.replicas > 1 and module.partitions > 1:
-            raise ValueError(
-                f"The program is for {module.replicas} replicas of {module.partitions} partitions "
-                "each. Only programs with either replicas or partitions can be read, as compiled "
-                "by `jax.jit`."
-            )
-        devices = module.replicas * module.partitions
-        if devices != prod(axes.values()):
-            sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-            raise ValueError(
-                f"The program was compiled for {devices} devices, but a mesh of {sizes} has "
-                f"{prod(axes.values())}. Pass the mesh that it was compiled for."
-            )
+    if module.replicas > 1 and module.partitions > 1:
+        raise ValueError(
+            f"The program is for {module.replicas} replicas of {module.partitions} partitions "
+            "each. Only programs with either replicas or partitions can be read, as compiled by "
+            "`jax.jit`."
+        )
+    devices = module.replicas * module.partitions
+    if devices > 1 and devices != prod(axes.values()):
+        sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise ValueError(
+            f"The program was compiled for {devices} devices, but a mesh of {sizes} has "
+            f"{prod(axes.values())}. Pass the mesh that it was compiled for."
+        )
 
     @cache
     def carries(name: str) -> bool:
-        """Whether a computation contains or calls collectives."""
         for instruction in computation(module, name).instructions.values():
             if collective_kind(instruction) or any(map(carries, callees_of(instruction))):
                 return True

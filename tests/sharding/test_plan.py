@@ -207,7 +207,7 @@ def test_table_groups_repeated_layers_and_says_what_is_whole():
     lines = text.splitlines()
     assert len(lines) < 50
     assert max(map(len, lines)) <= 80
-    place = lines.index("Tensor-parallel: column-parallel, pairs with down")
+    place = lines.index("Tensor-parallel: column-parallel")
     row = lines[place + 1].split()
     assert row[:5] == ["blocks/{0..11}/up/weight", "(256,", "64)", "(model,", "fsdp)"]
     place = lines.index("Replicated: norm scale")

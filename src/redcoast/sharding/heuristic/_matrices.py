@@ -56,18 +56,20 @@ class WeightMatrix:
 
 @dataclass(frozen=True)
 class Block:
-    """A node of the tree, and its matrices in order.
+    """A node of the tree as matrices.
 
-    An inner node with one matrix is that matrix, and one with several is None.
+    `near` are its matrices in order, with None in place of each inner node that has several of its
+    own. `below` are all matrices of the node and of inner ones.
     """
 
     node: Node
     near: list[WeightMatrix | None]
+    below: list[WeightMatrix]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The blocks of a tree, inner ones first, and all matrices in them.
+    """The blocks of a tree, inner ones first, so that the last one is the tree itself.
 
     `stacks` has the number of stacked leading dimensions of each array, by index. `counts` has, for
     each layer, how many of its arrays have a dimension of a size, and `sides` how many of its
@@ -76,10 +78,14 @@ class Tree:
     """
 
     blocks: list[Block] = field(default_factory=list)
-    matrices: list[WeightMatrix] = field(default_factory=list)
     stacks: dict[int, int] = field(default_factory=dict)
     counts: SizesByLayer = field(default_factory=lambda: defaultdict(Counter))
     sides: SizesByLayer = field(default_factory=lambda: defaultdict(Counter))
+
+    @property
+    def matrices(self) -> list[WeightMatrix]:
+        """All matrices of the tree."""
+        return self.blocks[-1].below
 
 
 def read_tree(root: Node) -> Tree:
@@ -147,7 +153,7 @@ def _is_stacked(node: Node, depth: int) -> bool:
 
 
 def _read_block(node: Node, tree: Tree) -> list[WeightMatrix]:
-    """Appends the blocks of a node, inner ones first, and returns all of its matrices."""
+    """Adds the blocks of a node, inner ones first, and returns all of its matrices."""
     own: dict[str, WeightMatrix] = {}  # the arrays of the node itself that are matrices
     if not isinstance(node.owner, NORMS + RECURRENT):
         for name, leaf in node.children.items():
@@ -166,14 +172,13 @@ def _read_block(node: Node, tree: Tree) -> list[WeightMatrix]:
             inner = _read_block(child, tree)
         elif name in own:
             inner = [own[name]]
-            tree.matrices.append(own[name])
         below.extend(inner)
         # A layer with one matrix is a matrix of the block around it.
         if len(inner) == 1:
             near.append(inner[0])
         elif inner:
             near.append(None)
-    tree.blocks.append(Block(node, near))
+    tree.blocks.append(Block(node, near, below))
     return below
 
 

@@ -70,22 +70,23 @@ class Rules:
 
     def shard_tree(self) -> None:
         """Shards all matrices of the tree, and their biases."""
+        matrices = self.tree.matrices
         outside: list[Block] = []
         # Layers show the width of the residual stream, by which the ends of a model are known.
         for block in self.tree.blocks:
             if any(map(_is_in_layer, filter(None, block.near))):
-                self._shard_block(block)
+                self._shard_block(block, self.widths(block.below))
             else:
                 outside.append(block)
         if self.splits:
             self._shard_ends()
         for block in outside:
-            self._shard_block(block)
+            self._shard_block(block, self.widths(matrices))
         self._shard_ends()
         # A matrix without a partner is sharded on its output, if it is divisible and large.
-        for matrix in self._undecided(self.tree.matrices):
+        for matrix in self._undecided(matrices):
             elements = prod(matrix.leaf.shape[matrix.stack :])
-            if matrix.out_size in self.widths():
+            if matrix.out_size in self.widths(matrices):
                 reason = "no matrix follows to pair with, and its output is replicated"
                 self._replicate(matrix, reason)
             elif elements < LARGE:
@@ -93,16 +94,12 @@ class Rules:
             else:
                 self._shard(matrix, "column")
 
-    def widths(self, block: Block | None = None) -> set[int]:
-        """The sizes of sides that are not sharded, in a block: widths of the residual stream."""
-        depth = 0
-        if block is not None:
-            depth = len(block.node.path)
+    def widths(self, matrices: Iterable[WeightMatrix]) -> set[int]:
+        """The sizes of sides that are not sharded: widths of the residual stream."""
         widths: set[int] = set()
-        for matrix in self.tree.matrices:
+        for matrix in matrices:
             split = self.splits.get(matrix.leaf.index)
-            is_inside = block is None or matrix.leaf.path[:depth] == block.node.path
-            if is_inside and split is not None and split.outer is not None:
+            if split is not None and split.outer is not None:
                 widths.add(split.outer)
         return widths
 
@@ -115,7 +112,8 @@ class Rules:
         """The matrices of a block without a split, but for tables and kernels."""
         return [matrix for matrix in self._undecided(block.near) if matrix.kind == "linear"]
 
-    def _shard_block(self, block: Block) -> None:
+    def _shard_block(self, block: Block, widths: set[int]) -> None:
+        """Shards the matrices near a block. `widths` are known ones of the residual stream."""
         # Layers in a list are a chain, which may be sharded on any size.
         if block.node.ordered:
             self._shard_chains(block.near, set())
@@ -130,9 +128,8 @@ class Rules:
         if isinstance(block.node.owner, eqx.nn.MultiheadAttention) and len(linear) == 4:
             self._shard_together(block, linear[:3], linear[3:])
         elif linear:
-            self._shard_residual(block, linear)
-        widths = self.widths(block)
-        self._shard_chains(block.near, widths)
+            self._shard_residual(block, widths)
+        self._shard_chains(block.near, widths | self.widths(block.below))
         # A dict is sorted by name, which may be the other way round.
         if isinstance(block.node.owner, dict):
             self._shard_chains(block.near[::-1], widths)
@@ -163,13 +160,11 @@ class Rules:
             if matrix.bias is None:
                 return
             # The bias of a column-parallel matrix is added to the outputs, and sharded like these.
-            bias = ModelSharding(None, "bias of a row-parallel matrix")
-            if side == "column":
-                bias = ModelSharding(None, "does not have its matrix's output size")
-                if size in matrix.bias.shape[matrix.stack :]:
-                    place = matrix.bias.shape.index(size, matrix.stack)
-                    bias = ModelSharding(place, "like its matrix")
-            self.splits[matrix.bias.index] = bias
+            place = None
+            if side == "column" and size in matrix.bias.shape[matrix.stack :]:
+                place = matrix.bias.shape.index(size, matrix.stack)
+            reason = f"bias of a {side}-parallel matrix"
+            self.splits[matrix.bias.index] = ModelSharding(place, reason)
 
     def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
         """Replicates a matrix and its bias."""
@@ -177,14 +172,15 @@ class Rules:
         if matrix.bias is not None:
             self.splits[matrix.bias.index] = ModelSharding(None, "like its matrix")
 
-    def _shard_residual(self, block: Block, linear: Matrices) -> None:
+    def _shard_residual(self, block: Block, widths: set[int]) -> None:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
+        linear = self._linear(block)
         # The size that most of them have on one side; ties go by the other matrices of the layer,
         # and then to the smaller one, as in a block of a single pair.
         sizes: Counter[int] = Counter()
         for matrix in linear:
             sizes.update({matrix.in_size, matrix.out_size})  # a square matrix counts once
-        widths, in_layer = self.widths(block), self.tree.sides[layer_of(linear[0].leaf)]
+        in_layer = self.tree.sides[layer_of(linear[0].leaf)]
         width = max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
         # Neither another width nor the window of a convolution is the size between two.
         no_inner = {*widths, *WINDOWS} - {width}
@@ -293,9 +289,10 @@ class Rules:
 
         Tables of positions or types have fewer rows, and are replicated.
         """
-        most = max(self.widths(), default=0)
+        matrices = self.tree.matrices
+        most = max(self.widths(matrices), default=0)
         ends: list[tuple[int, int, WeightMatrix]] = []
-        for matrix in self._undecided(self.tree.matrices):
+        for matrix in self._undecided(matrices):
             is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
             if matrix.kind == "table" or (matrix.is_flat and not is_known):
                 dim = self._vocabulary_dim(matrix)
@@ -306,7 +303,7 @@ class Rules:
             elements = matrix.in_size * matrix.out_size
             outer = elements // size
             # Both sides may be widths, as of a pooler, or of what projects to another width.
-            is_between = matrix.is_square or {size, outer} <= self.widths()
+            is_between = matrix.is_square or {size, outer} <= self.widths(matrices)
             if is_between and not _is_table(matrix) and size not in self.vocabularies:
                 continue
             has_rows_first = dim == min(matrix.ins + matrix.outs)
@@ -326,7 +323,7 @@ class Rules:
         (ins,), (outs,) = matrix.ins, matrix.outs
         if matrix.kind == "table" or (matrix.is_square and _is_table(matrix)):
             return min(ins, outs)
-        widths, in_layer = self.widths(), self.tree.counts[layer_of(matrix.leaf)]
+        widths, in_layer = self.widths(self.tree.matrices), self.tree.counts[layer_of(matrix.leaf)]
         # If no width is known, most arrays have it.
         is_width = lambda size: (size in widths, in_layer[size])
         if is_width(matrix.in_size) < is_width(matrix.out_size):

@@ -29,7 +29,7 @@ def structural_plans(
     rules.shard_tree()
     splits, stacks = rules.splits, tree.stacks
     matrices = tree.matrices
-    vocabularies = rules.vocabularies - rules.widths()
+    vocabularies = rules.vocabularies - rules.widths(matrices)
     for block in tree.blocks:
         for leaf in block.node.children.values():
             if isinstance(leaf, Leaf) and leaf.index not in splits:

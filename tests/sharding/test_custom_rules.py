@@ -7,6 +7,7 @@ import pytest
 from jax.custom_derivatives import SymbolicZero
 
 import redcoast as rc
+from redcoast.dryrun.hlo import collectives
 
 WEIGHT = {"weight": jax.random.normal(jax.random.key(0), (64, 64)) / 8}
 BATCH = jax.random.normal(jax.random.key(1), (16, 64))
@@ -44,10 +45,84 @@ def test_rules_learn_what_is_differentiated_and_which_results_are_used():
     plan = rc.plan_shardings(WEIGHT, rc.make_mesh(fsdp=2, model=2), fn=loss_fn, args=(BATCH, None))
     place = lambda x: jax.device_put(x, jax.NamedSharding(plan.mesh, jax.P(("data", "fsdp"))))
     step = jax.jit(jax.value_and_grad(plan.constrain(loss_fn)))
-    found = step(jax.device_put(WEIGHT, plan.shardings), place(BATCH), None)
-    expected = jax.value_and_grad(loss_fn)(WEIGHT, BATCH, None)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    results = step(jax.device_put(WEIGHT, plan.shardings), place(BATCH), None)
+    check_equal(results, jax.value_and_grad(loss_fn)(WEIGHT, BATCH, None))
+
+
+def check_equal(results, expected):
+    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-6)
+
+
+def in_scan(rule):
+    """A loss with a function in the rematerialised iterations of a scan."""
+
+    def loss_fn(params, batch, key):
+        @jax.checkpoint
+        def step(h, x):
+            return h + jnp.tanh(rule(params["weight"], x)[0]), None
+
+        return jnp.mean(jax.lax.scan(step, batch, jnp.tanh(jnp.stack([batch] * 3)))[0] ** 2)
+
+    return loss_fn
+
+
+def in_batches(rule):
+    """A loss with a function for each example, in fewer batches than there are devices."""
+
+    def loss_fn(params, batch, key):
+        one = lambda x: rule(params["weight"], jnp.tanh(x)[None])[0][0]
+        return jnp.mean(jax.lax.map(one, batch, batch_size=8) ** 2)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("around", [in_scan, in_batches])
+def test_strict_rules_in_a_loop_are_those_of_each_device(around):
+    """What is differentiated is known when the loop is: gradients are summed once, after it."""
+    loss_fn, mesh = around(strict), rc.make_mesh()
+    plan = rc.plan_shardings(WEIGHT, mesh, fn=loss_fn, args=(BATCH, None))
+    assert not plan.report.program.waiting
+    rows = jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data")))
+    step = jax.jit(jax.value_and_grad(plan.constrain(loss_fn))).lower(WEIGHT, rows, None).compile()
+    assert all(sent.count == 1 for sent in collectives(step.as_text(), mesh))
+    check_equal(step(WEIGHT, rows, None), jax.value_and_grad(loss_fn)(WEIGHT, BATCH, None))
+
+
+def with_rule(pull):
+    """A product whose derivative rule maps its cotangent by `pull` first."""
+    product = jax.custom_vjp(lambda weight, x: (x @ weight, jnp.sum(x)))
+
+    def backward(residuals, cotangents):
+        weight, x = residuals
+        of_product = pull(cotangents[0])
+        return x.T @ of_product, of_product @ weight.T
+
+    product.defvjp(lambda weight, x: (product(weight, x), (weight, x)), backward)
+    return product
+
+
+def test_the_plan_names_a_rule_that_combines_examples():
+    loss_fn = in_scan(with_rule(lambda x: x - jnp.mean(x, axis=0, keepdims=True)))
+    plan = rc.plan_shardings(WEIGHT, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    (sentence,) = plan.report.program.waiting
+    assert "devices sum gradients in every iteration, because `sub` is applied to a sum" in sentence
+    plan.verify(loss_fn, WEIGHT, BATCH, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("around", [in_scan, in_batches])
+def test_the_plan_names_the_error_of_a_rule(around):
+    """The error itself is raised when the rule is needed, as without a mesh."""
+
+    def wrong(x):
+        raise RuntimeError("This rule is not written yet.")
+
+    loss_fn = around(with_rule(wrong))
+    plan = rc.plan_shardings(WEIGHT, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    (sentence,) = plan.report.program.waiting
+    assert "`RuntimeError: This rule is not written yet`" in sentence
+    with pytest.raises(RuntimeError, match="not written yet"):
+        jax.grad(plan.constrain(loss_fn))(WEIGHT, BATCH, None)
 
 
 @jax.custom_jvp

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
@@ -19,11 +20,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ...core._control_flow import CallKind
-from ...core._jaxpr import bind_again
+from ...core._jaxpr import bind_again, struct_of
 from ...core._tracing import traced_over
 from ..program._trace import Arrays
 
 Fn = Callable[..., Any]
+PullBack = Callable[[Arrays], Arrays]  # maps cotangents of results to those of operands
 # `run_local(fn, specs, *inputs)` constrains `fn` by the specs of its inputs. It returns the leaves
 # of `fn(*inputs)`, their specs, and their structure.
 RunLocal = Callable[..., tuple[Arrays, list[P], Any]]
@@ -49,7 +51,8 @@ def run_custom(
         run = jax.custom_vjp(body)
         # So that the rule learns which inputs are differentiated: it may refuse others, as those of
         # Equinox do.
-        run.defvjp(*_vjp_rules(original, specs, run_local), symbolic_zeros=True)
+        results = list(map(struct_of, equation.outvars))
+        run.defvjp(*_vjp_rules(original, results, specs, run_local), symbolic_zeros=True)
     return list(run(*inputs))
 
 
@@ -110,7 +113,36 @@ def zero_tangent(x: Any) -> np.ndarray:
     return np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
-def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[Fn, Fn]:
+def run_or(
+    local: Fn, whole: Fn, refusals: tuple[type[Exception], ...], inputs: Sequence[object]
+) -> Arrays:
+    """Runs `local`, or `whole` where the derivative of `local` raises one of `refusals`.
+
+    What is differentiated is only known when it is.
+    """
+
+    def forward(*primals: Any) -> tuple[Arrays, PullBack]:
+        perturbed = [primal.perturbed for primal in primals]
+        inputs = [primal.value for primal in primals]
+        try:
+            return differentiate(local, perturbed, inputs)
+        except refusals:
+            return partial_vjp(whole, perturbed, inputs)
+
+    def backward(pull: PullBack, cotangents: Arrays) -> tuple[Any, ...]:
+        used = [not isinstance(x, SymbolicZero) for x in cotangents]
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cotangents]
+        nonzero = list(itertools.compress(cotangents, used))
+        return tuple(pull_back(pull, structs, used, nonzero))
+
+    run = jax.custom_vjp(local)
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return list(run(*inputs))
+
+
+def _vjp_rules(
+    original: Fn, results: Sequence[jax.ShapeDtypeStruct], specs: Sequence[P], run_local: RunLocal
+) -> tuple[Fn, Fn]:
     residual_specs: list[P] = []  # of the results and residuals of the forward pass
 
     def forward(*primals: Any) -> tuple[Arrays, Fn]:
@@ -124,23 +156,17 @@ def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[F
 
     def backward(pull: Fn, cotangents: Arrays) -> tuple[Any, ...]:
         used = [not isinstance(x, SymbolicZero) for x in cotangents]
-        # Of a result that is not used, the rule gets a symbolic zero too: it may need to know.
-        zeros: list[ad.Zero | None] = [None] * len(cotangents)
-        for place, x in enumerate(cotangents):
-            if isinstance(x, SymbolicZero):
-                zeros[place] = ad.Zero(x.aval)
         nonzero = list(itertools.compress(cotangents, used))
         leaves, structure = jax.tree.flatten((nonzero, pull))
 
-        def pull_back(*leaves: object) -> Arrays:
+        def pull_used(*leaves: object) -> Arrays:
             nonzero, pull = structure.unflatten(leaves)
-            in_cotangents = pull(replace_chosen(zeros, used, nonzero))
-            return [None if is_float0(x) else x for x in in_cotangents]
+            return pull_back(pull, results, used, nonzero)
 
         # The leaves of the forward pass are the results, and then the residuals in `pull`.
         result_specs, pull_specs = residual_specs[: len(used)], residual_specs[len(used) :]
         used_specs = list(itertools.compress(result_specs, used))
-        out_leaves, _, out_structure = run_local(pull_back, [*used_specs, *pull_specs], *leaves)
+        out_leaves, _, out_structure = run_local(pull_used, [*used_specs, *pull_specs], *leaves)
         return tuple(out_structure.unflatten(out_leaves))
 
     return forward, backward
@@ -155,6 +181,33 @@ def partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]) -> 
 
     results, pull = jax.vjp(of_perturbed, *itertools.compress(inputs, perturbed))
     return results, jax.tree_util.Partial(_PullBack(tuple(perturbed)), pull)
+
+
+def differentiate(
+    fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]
+) -> tuple[Arrays, PullBack]:
+    """`partial_vjp`, which raises the errors of the backward pass too."""
+    results, pull = partial_vjp(fn, perturbed, inputs)
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+    used = list(map(_is_inexact, results))
+    pull_used = lambda pull, cotangents: pull_back(pull, structs, used, cotangents)
+    jax.eval_shape(pull_used, pull, list(itertools.compress(structs, used)))
+    return results, pull
+
+
+def pull_back(
+    pull: PullBack,
+    results: Sequence[jax.ShapeDtypeStruct],
+    used: Sequence[bool],
+    cotangents: Iterable[object],
+) -> Arrays:
+    """The cotangents of operands, or None, from those of the results that are used."""
+    # Of a result that is not used, a rule gets a symbolic zero: it may need to know.
+    zeros: list[object] = []
+    for result in results:
+        zeros.append(ad.Zero(ShapedArray(result.shape, result.dtype).to_tangent_aval()))
+    pulled = pull(replace_chosen(zeros, used, cotangents))
+    return [None if is_float0(x) else x for x in pulled]
 
 
 # Not a closure: JAX compares the functions in PyTrees.

@@ -34,7 +34,7 @@ from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import created_rows
-from ..program._local_states import NotLocal
+from ..program._local_scans import has_symbolic_rule
 from ..program._loop_weights import gets_copies
 from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
@@ -44,10 +44,17 @@ from ..tree._leaf_plans import Compute
 from ._attention_kernel import KERNELS, run_kernel
 from ._bound_equation import BoundEquation, Tables, values_of
 from ._copied_weights import apply_copies, copy_weights
-from ._custom_rules import Fn, is_float0, replace_chosen, run_custom, with_mesh_in_rule
+from ._custom_rules import (
+    Fn,
+    is_float0,
+    replace_chosen,
+    run_custom,
+    run_or,
+    with_mesh_in_rule,
+)
 from ._gathered_layers import gather_again
 from ._grouped_conv import run_grouped
-from ._local_choice import choose_region, used_results
+from ._local_choice import REFUSALS, choose_region, used_results
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import keep_ended, waits_for_rows
 from ._shardings import Shardings, find_shardings, sharded_dim
@@ -57,10 +64,6 @@ from ._split_interpolation import run_split_interpolation
 from ._split_lookup import run_split_lookup
 from ._split_pad import run_split_pad
 from ._split_product import run_split_product
-
-# Rows depend on each other; JAX has no rule for an operation inside of `jax.shard_map`, or refuses
-# its parts for their shapes, types or axes; or a rule of Equinox's finds other inputs there.
-_REFUSALS = (NotLocal, NotImplementedError, TypeError, ValueError, AssertionError)
 
 
 class CannotRebind(Exception):
@@ -267,10 +270,21 @@ def _run(bound: BoundEquation, flow: ControlFlow | None, copies: dict[Atom, jax.
     result = apply_copies(bound, copies)
     if result is not None:
         return [result]
-    for handle in (*_HANDLERS.get(primitive_name(equation), ()), _on_rows):
+    for handle in _HANDLERS.get(primitive_name(equation), ()):
         results = handle(bound)
         if results is not None:
             return results
+    results = _on_rows(bound, flow)
+    if results is not None:
+        return results
+    return _run_inner(bound, flow, copies)
+
+
+def _run_inner(
+    bound: BoundEquation, flow: ControlFlow | None, copies: Mapping[Atom, jax.Array]
+) -> Arrays:
+    """The results of an equation as it is, with what it runs constrained."""
+    equation = bound.equation
     match flow:
         case Scan() as scan if bound.inner:
             return _scan(bound, scan)
@@ -322,7 +336,7 @@ def _gathered_sequence(bound: BoundEquation) -> Arrays | None:
     return [operand]
 
 
-def _on_rows(bound: BoundEquation) -> Arrays | None:
+def _on_rows(bound: BoundEquation, flow: ControlFlow | None) -> Arrays | None:
     """The results of an equation that each device runs on its own rows, or None if it does not."""
     equation, scope, shardings = bound.equation, bound.scope, bound.shardings
     # The stages of a pipeline are mapped over axes of the mesh, and `jax.shard_map` over other axes
@@ -342,8 +356,14 @@ def _on_rows(bound: BoundEquation) -> Arrays | None:
             if bound.stored[place]:
                 operands[place] = shardings.constrain(operands[place], scope.values[atom])
         operands = list(map(as_traced, operands, equation.invars))
-        return region.run(equation, operands, states, used_results(equation, scope.jaxpr))
-    except _REFUSALS:
+        used = used_results(equation, scope.jaxpr)
+        if region.forward_only or not has_symbolic_rule(equation):
+            return region.run(equation, operands, states, used)
+        local = lambda *xs: region.run(equation, xs, states, used)
+        gathered = replace(bound, stored=[False] * len(operands), tables={})
+        whole = lambda *xs: _run_inner(replace(gathered, operands=list(xs)), flow, {})
+        return run_or(local, whole, REFUSALS, operands)
+    except REFUSALS:
         return None
 
 

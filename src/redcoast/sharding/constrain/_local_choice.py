@@ -5,24 +5,39 @@ from itertools import compress
 from math import prod
 from operator import or_
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ...core._control_flow import (
     AnyJaxpr,
+    Call,
+    CallKind,
     Scan,
     While,
     control_flow,
     is_callback,
     open_jaxpr,
 )
-from ...core._jaxpr import variables
+from ...core._jaxpr import struct_of, variables
 from .._mesh_axes import used_axes
 from ..program._graph import Source
 from ..program._local_scans import row_states, sums_in_every_iteration
-from ..program._local_states import NotLocal, State, have_rows, is_over_rows, is_vmapped
+from ..program._local_states import (
+    NotLocal,
+    State,
+    equations_inside,
+    have_rows,
+    is_over_rows,
+    is_vmapped,
+)
 from ..program._walk import Scope
+from ._custom_rules import differentiate
 from ._local_region import LocalRegion, asks_any_row, waits_for_rows
 from ._shardings import Shardings
+
+# Rows depend on each other; JAX has no rule for an operation inside of `jax.shard_map`, or refuses
+# its parts for their shapes, types or axes; or a rule of Equinox's finds other inputs there.
+REFUSALS = (NotLocal, NotImplementedError, TypeError, ValueError, AssertionError)
 
 Choice = tuple[LocalRegion, Sequence[State]]  # the region, and the states of the operands
 
@@ -47,6 +62,14 @@ def choose_region(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> Cho
     return region, states
 
 
+def has_custom_rule(equation: JaxprEqn) -> bool:
+    """Whether an equation runs a function with a custom derivative."""
+    for flow in map(control_flow, equations_inside(equation)):
+        if isinstance(flow, Call) and flow.kind in (CallKind.CUSTOM_JVP, CallKind.CUSTOM_VJP):
+            return True
+    return False
+
+
 def used_results(equation: JaxprEqn, jaxpr: Jaxpr) -> list[bool]:
     """Which results of an equation another one or a result of its jaxpr reads."""
     used = set(variables(jaxpr.outvars))
@@ -57,10 +80,10 @@ def used_results(equation: JaxprEqn, jaxpr: Jaxpr) -> list[bool]:
 
 def find_waiting(
     scope: Scope, shardings: Shardings, source: Source = ()
-) -> Iterator[tuple[Source, str]]:
+) -> Iterator[tuple[Source, Sequence[State], NotLocal]]:
     """The equations in which devices wait for each other's rows, or run all rows, and why.
 
-    Each follows those around it, `source`.
+    Each follows those around it, `source`, and comes with the states of its operands.
     """
     for index, equation in enumerate(scope.jaxpr.eqns):
         around = (*source, equation)
@@ -68,8 +91,12 @@ def find_waiting(
             choice = choose_region(equation, scope, shardings)
             if choice is not None:
                 region, states = choice
-                region.results(equation, states, used_results(equation, scope.jaxpr))
-                continue
+                used = used_results(equation, scope.jaxpr)
+                region.results(equation, states, used)
+                refusal = _refusal_of_rules(choice, equation, scope, used)
+                if refusal is None:
+                    continue
+                yield around, states, refusal
         except NotLocal as error:
             _, states = _rows_of(equation, scope, shardings)
             match control_flow(equation):
@@ -81,9 +108,35 @@ def find_waiting(
                 case _:
                     communicates = is_vmapped(equation) and have_rows(states)
             if communicates:
-                yield around, str(error)
+                yield around, states, error
         for inner in scope.inner.get(index, ()):
             yield from find_waiting(inner, shardings, around)
+
+
+def _refusal_of_rules(
+    choice: Choice, equation: JaxprEqn, scope: Scope, used: Sequence[bool]
+) -> NotLocal | None:
+    """Why each device cannot run an equation on its own rows for its custom derivative rules.
+
+    The rules are only known once they are traced.
+    """
+    region, states = choice
+    if not has_custom_rule(equation):
+        return None
+    perturbed: list[bool] = []
+    for atom in equation.invars:
+        value = scope.value_of(atom)
+        perturbed.append(value is not None and value.grad and not region.forward_only)
+    run = lambda *xs: region.run(equation, xs, states, used)
+    try:
+        jax.eval_shape(
+            lambda *xs: differentiate(run, perturbed, xs), *map(struct_of, equation.invars)
+        )
+    except NotLocal as error:
+        return error
+    except REFUSALS as error:
+        return NotLocal(f"JAX refuses it with {type(error).__name__}")
+    return None
 
 
 def _ends_by_rows(loop: While, states: Sequence[State]) -> bool:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -50,7 +51,6 @@ from .._mesh_axes import parts, used_axes
 from ..operations import Atom
 from ..operations._batched_rules import OF_ANY_ROW
 from ..operations._rule import OPERAND_SIZES, RESULT_SIZES, at_places, shape_of
-from ..program._local_scans import has_symbolic_rule
 from ..program._local_states import (
     CALLBACK,
     CONDITIONS,
@@ -73,7 +73,7 @@ from ..program._local_states import (
     shift_all,
 )
 from ..program._trace import Arrays
-from ._custom_rules import partial_vjp, replace_chosen, zero_tangent
+from ._custom_rules import PullBack, partial_vjp, pull_back, replace_chosen, zero_tangent
 from ._local_operation import KERNEL, acts_on_parts
 from ._own_rules import bind_replaced, with_all_axes
 
@@ -82,6 +82,10 @@ _NEED_ALL_AXES = frozenset(["io_callback", "pallas_call"])
 # What these do is seen outside of the program, as often as it is done.
 _SEEN_OUTSIDE = frozenset(["debug_callback", "debug_print", "io_callback"])
 _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice", "gather"])
+
+
+class RuleError(NotLocal):
+    """Raised if a derivative rule cannot be traced; its cause is the error of the rule."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +168,6 @@ class LocalRegion:
         of it. Raises `NotLocal`."""
         results = self.states.step(equation, states).results
         flow = control_flow(equation)
-        # In a scan over rows, a rule has one row, as it would have without a mesh.
-        of_row = isinstance(flow, Scan) and is_over_rows(flow, states)
-        if has_symbolic_rule(equation) and not self.forward_only and not of_row:
-            raise NotLocal("it has a `custom_vjp` with symbolic zeros")
         self._manual_axes(equation)
         synchronised = isinstance(flow, While) and OWN in itertools.compress(results, used)
         if isinstance(flow, While) and synchronised:
@@ -231,6 +231,15 @@ class LocalRegion:
 
 
 LocalArray = tuple[Any, State]  # what a device has of an array, and what it is
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A derivative rule for all rows, with what a device has of its inputs and outputs."""
+
+    jaxpr: AnyJaxpr
+    inputs: Sequence[State]
+    outputs: Sequence[State]
 
 
 @dataclass(frozen=True)
@@ -387,7 +396,7 @@ class _Evaluation:
             case CallKind.CUSTOM_JVP | CallKind.OWN_RULES:
                 run = self._with_jvp(equation, run, step)
             case CallKind.CUSTOM_VJP:
-                run = self._with_vjp(equation, run, step)
+                run = self._with_vjp(equation, flow, run, step)
         return list(run(*inputs))
 
     def _with_jvp(
@@ -407,26 +416,20 @@ class _Evaluation:
             return out, list(itertools.compress(out_tangents, moved))
 
         custom = jax.custom_jvp(run)
+        moving_avals = list(itertools.compress(avals, moving))
         try:
-            # For all rows, and so without the axes of the region.
-            with (
-                traced_over(self.region.mesh),
-                use_abstract_mesh(equation.ctx.cur_abstract_mesh),
-            ):
-                closed = jax.make_jaxpr(push)(avals, list(itertools.compress(avals, moving)))
-        except Exception as error:
+            jaxpr, _ = self._trace_rule(equation, push, avals, moving_avals)
+        except RuleError as error:
             flow = control_flow(equation)
             if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
                 raise NotLocal("it has a reverse-mode derivative alone") from error
-            custom.defjvp(ft.partial(_raise, error))  # the function refuses to be differentiated
+            # The function refuses to be differentiated.
+            custom.defjvp(ft.partial(_raise, error.__cause__))
             return custom
-        # If the rule combines rows, the region is not used.
-        rule_states = [*step.operands, *itertools.compress(step.operands, moving)]
+        inputs = [*step.operands, *itertools.compress(step.operands, moving)]
         wanted = [*step.results, *itertools.compress(step.results, moved)]
-        out_states = self.region.states.of_jaxpr(closed, rule_states)
-        for state, need in zip(out_states, wanted, strict=True):
-            check_becomes(state, need)
-        run_rule = self.as_function(closed, rule_states, wanted)
+        # If the rule combines rows, the region is not used.
+        run_rule = self._run_rule(_Rule(jaxpr, inputs, wanted))
 
         def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
             arrays = run_rule(*primals, *itertools.compress(tangents, moving))
@@ -437,61 +440,80 @@ class _Evaluation:
         return custom
 
     def _with_vjp(
-        self, equation: JaxprEqn, run: Callable[..., Arrays], step: LocalStep
+        self, equation: JaxprEqn, flow: Call, run: Callable[..., Arrays], step: LocalStep
     ) -> Callable[..., Arrays]:
         """A function with the reverse-mode derivative of a `custom_vjp`, which is traced for all
         rows."""
-        avals = list(map(struct_of, equation.invars))
         results = list(map(struct_of, equation.outvars))
-        # Integers have no cotangents.
-        moving = list(map(is_inexact, avals))
-        moved = list(map(is_inexact, results))
 
-        def forward(*primals: object) -> tuple[Arrays, Callable[..., Arrays]]:
-            return partial_vjp(lambda *xs: bind_again(equation, xs), moving, primals)
+        def trace_forward(perturbed: Sequence[bool]) -> tuple[_Rule, PullBack]:
+            original = lambda *xs: bind_again(equation, xs)
+            forward = lambda *primals: partial_vjp(original, perturbed, primals)
+            jaxpr, (_, pull) = self._trace_rule(equation, forward, *map(struct_of, equation.invars))
+            outputs = self.region.states.of_jaxpr(jaxpr, step.operands)
+            return _Rule(jaxpr, step.operands, [*step.results, *outputs[len(results) :]]), pull
 
-        def backward(pull: Callable[..., Arrays], cotangents: Arrays) -> Arrays:
-            all_cotangents = replace_chosen(list(map(zero_tangent, results)), moved, cotangents)
-            return list(itertools.compress(pull(all_cotangents), moving))
+        def trace_backward(
+            forward: _Rule, pull: PullBack, used: Sequence[bool]
+        ) -> tuple[_Rule, Arrays]:
+            chosen = list(itertools.compress(results, used))
+            pull_used = lambda pull, cotangents: pull_back(pull, results, used, cotangents)
+            jaxpr, pulled = self._trace_rule(equation, pull_used, pull, chosen)
+            of_results = map(self._of_cotangent, itertools.compress(step.results, used))
+            inputs = [*forward.outputs[len(results) :], *of_results]
+            # Operands that are not differentiated, and integers, have no cotangents.
+            operands = itertools.compress(step.operands, [x is not None for x in pulled])
+            return _Rule(jaxpr, inputs, list(map(self._of_cotangent, operands))), pulled
 
+        def forward_rule(*primals: Any) -> tuple[Arrays, PullBack]:
+            forward, pull = trace_forward([primal.perturbed for primal in primals])
+            arrays = self._run_rule(forward)(*[primal.value for primal in primals])
+
+            def backward(residuals: Arrays, cotangents: Arrays) -> Arrays:
+                used = [not isinstance(x, SymbolicZero) for x in cotangents]
+                rule, pulled = trace_backward(forward, pull, used)
+                local = self._run_rule(rule)(*residuals, *itertools.compress(cotangents, used))
+                return replace_chosen(pulled, [x is not None for x in pulled], local)
+
+            residuals = arrays[len(results) :]
+            return arrays[: len(results)], jax.tree_util.Partial(backward, residuals)
+
+        if not flow.symbolic_zeros:
+            # Such rules do not depend on what is differentiated. If they combine rows, or cannot be
+            # traced, the region is not used.
+            forward, pull = trace_forward([is_inexact(struct_of(x)) for x in equation.invars])
+            rule, _ = trace_backward(forward, pull, list(map(is_inexact, results)))
+            self._run_rule(forward)
+            self._run_rule(rule)
+        custom = jax.custom_vjp(run)
+        custom.defvjp(
+            forward_rule, lambda pull, cotangents: tuple(pull(cotangents)), symbolic_zeros=True
+        )
+        return custom
+
+    def _trace_rule(
+        self, equation: JaxprEqn, rule: Callable[..., Any], *inputs: Any
+    ) -> tuple[AnyJaxpr, Any]:
+        """The jaxpr of a derivative rule of an equation for all rows, and what it returns."""
         try:
-            # Without the axes of the region, as the rules expect.
+            # Without the axes of the region, as rules expect.
             with (
                 traced_over(self.region.mesh),
                 use_abstract_mesh(equation.ctx.cur_abstract_mesh),
             ):
-                forward_jaxpr, (_, pull) = jax.make_jaxpr(forward, return_shape=True)(*avals)
-                cotangents = list(itertools.compress(results, moved))
-                backward_jaxpr = jax.make_jaxpr(backward)(pull, cotangents)
+                return jax.make_jaxpr(rule, return_shape=True)(*inputs)
         except Exception as error:
-            raise NotLocal("it has a derivative rule that cannot be traced") from error
-        states = self.region.states
-        of_residuals = states.of_jaxpr(forward_jaxpr, step.operands)[len(results) :]
-        of_forward = [*step.results, *of_residuals]
-        of_pull = map(self._of_cotangent, itertools.compress(step.results, moved))
-        of_backward = [*of_residuals, *of_pull]
-        wanted = list(map(self._of_cotangent, itertools.compress(step.operands, moving)))
-        # If a rule combines rows, the region is not used.
-        for rule, inputs, outputs in (
-            (forward_jaxpr, step.operands, of_forward),
-            (backward_jaxpr, of_backward, wanted),
-        ):
-            for state, need in zip(states.of_jaxpr(rule, inputs), outputs, strict=True):
-                check_becomes(state, need)
-        run_forward = self.as_function(forward_jaxpr, step.operands, of_forward)
-        run_backward = self.as_function(backward_jaxpr, of_backward, wanted)
+            message = str(error).partition("\n")[0].rstrip(".")
+            raise RuleError(
+                f"a derivative rule raises `{type(error).__name__}: {message}`"
+            ) from error
 
-        def forward_rule(*primals: object) -> tuple[Arrays, Arrays]:
-            arrays = run_forward(*primals)
-            return arrays[: len(results)], arrays[len(results) :]
-
-        def backward_rule(residuals: Arrays, cotangents: Arrays) -> tuple[object, ...]:
-            pulled = run_backward(*residuals, *itertools.compress(cotangents, moved))
-            return tuple(replace_chosen(list(map(zero_tangent, avals)), moving, pulled))
-
-        custom = jax.custom_vjp(run)
-        custom.defvjp(forward_rule, backward_rule)
-        return custom
+    def _run_rule(self, rule: _Rule) -> Callable[..., Arrays]:
+        """What a device runs of a derivative rule. Raises `NotLocal` if the rule combines rows."""
+        states = self.region.states.of_jaxpr(rule.jaxpr, rule.inputs)
+        for state, wanted in zip(states, rule.outputs, strict=True):
+            check_becomes(state, wanted)
+        return self.as_function(rule.jaxpr, rule.inputs, rule.outputs)
 
     def _of_cotangent(self, state: State) -> State:
         """What a device has of the cotangent of an array, from what it has of the array."""

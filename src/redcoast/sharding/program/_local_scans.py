@@ -55,7 +55,7 @@ def _is_local(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> bool:
     if not sums_in_every_iteration(equation, scope, batch_dim):
         return False
     results = _results(equation, row_states(equation, scope, batch_dim))
-    return OWN not in results and not has_symbolic_rule(equation)
+    return OWN not in results
 
 
 def _results(equation: JaxprEqn, states: Sequence[State]) -> Sequence[State]:

@@ -211,4 +211,4 @@ def test_stragglers_and_clients_are_drawn_as_asked(experiment, config):
 def test_options_without_a_meaning_are_refused(experiment, config, options, capsys):
     with pytest.raises(SystemExit):
         experiment.main(config(**options))
-    assert "--per-round of at most --clients" in capsys.readouterr().err
+    assert "--per-round must be at most --clients" in capsys.readouterr().err

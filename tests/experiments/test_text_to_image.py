@@ -68,7 +68,7 @@ def test_captions_name_style_and_character(script):
 
 
 def test_characters_that_no_font_draws_are_refused(script):
-    with pytest.raises(SystemExit, match="Only 0 images of letters"):
+    with pytest.raises(SystemExit, match="Only 0 images are named"):
         script("text_to_image").draw("hangul syllable ga", (1, 8, 8))
 
 

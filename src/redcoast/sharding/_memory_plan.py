@@ -117,7 +117,7 @@ def _recompute_within(
         if must_fit:
             raise ValueError(
                 f"`memory={memory:,.0f}` limits what a backward pass keeps, but `fn` has none: its "
-                "first result is not a floating-point scalar. Pass a loss, or leave out `memory`."
+                "first result is not a floating point scalar. Pass a loss, or leave out `memory`."
             )
         return planned
     activations = report.memory.activations

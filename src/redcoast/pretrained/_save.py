@@ -215,8 +215,8 @@ def _tokenizer_files(source: Path | None) -> dict[str, Path | str]:
         return {}
     if not source.exists():
         raise FileNotFoundError(
-            f"There is nothing at {source}, which `tokenizer` names. Pass the directory or the "
-            ".gguf file that the model was loaded from."
+            f"There is no directory or .gguf file {source}, which `tokenizer` names. Pass what the "
+            "model was loaded from."
         )
     to_copy: set[Path] = set()
     if source.is_dir():

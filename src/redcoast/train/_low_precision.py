@@ -149,10 +149,10 @@ class LowPrecision:
         results = evaluation.run(traced.jaxpr, values)
         if not evaluation.count:
             raise ValueError(
-                f"No product of `{self.__name__}` is computed in {self.numbers}. Only products with "
-                "an array of its first argument can be, if both sides of the array have at least "
-                f"{_LEAST} elements and `exclude` does not match it. The default of `exclude` "
-                "leaves out the last product; pass `exclude=()` to include it."
+                f"No product of `{self.__name__}` is computed in {self.numbers}. Only products "
+                "with an array of its first argument can be, if both sides of the array have at "
+                f"least {_LEAST} elements and `exclude` does not match it. The default of "
+                "`exclude` leaves out the last product; pass `exclude=()` to include it."
             )
         return join([value.x for value in results], traced.output)
 

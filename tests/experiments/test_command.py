@@ -133,7 +133,7 @@ def test_invalid_options_of_plan_exit_with_2(options, words, capsys):
         (["--timeout", "0"], "--timeout must be positive"),
         (["--port", "65536"], "--port must be at least 0 and at most 65535"),
         (["--host", "300.1.1.1"], "The server cannot listen at --host 300.1.1.1"),
-        (["--api-key", " a"], "--api-key must have letters"),
+        (["--api-key", " a"], "--api-key must be printable ASCII"),
         ([], "There is nothing at "),
     ],
 )

@@ -32,13 +32,13 @@ class DryRunCommand:
     seq: Seq = None  # sequence length in tokens; by default 1024 or the model's maximum
     batch: Batch = None  # global batch size; by default one sequence per device and microbatch
     mesh: Mesh = "auto"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4; auto: the estimated best
-    remat: Literal["auto", "none", "dots", "full"] = "full"  # auto: the least that fits
+    remat: Literal["auto", "none", "dots", "full"] = "full"  # rematerialised; auto: what is needed
     accumulate: int = 1  # number of microbatches for gradient accumulation
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
     chunk: Maybe[int] = None  # positions whose logits are in memory at a time; by default by size
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
-    tokens: Maybe[float] = None  # tokens of a training run, such as 2e9, whose hours are estimated
+    tokens: Maybe[float] = None  # number of tokens of a training run, such as 2e9; prints its hours
     price: Maybe[str] = None  # price of a device for an hour: 2.5, or h100=2.5,v5e=1.2
     targets: Maybe[str] = None  # compare targets in a table: h100:8,v5e:4x4,a100-40gb:8
     compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)

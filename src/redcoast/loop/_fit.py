@@ -147,9 +147,10 @@ def fit(
         for other models with short steps; it needs memory for as many batches and for two copies
         of the state.
     - `memory`: the bytes of each device that a step may take. If the plan takes more, the backward
-        pass recomputes values, with the least additional arithmetic by an estimate; see
-        `plan.report.program.recomputed`. `"auto"` is 85 % of the memory that the devices report;
-        CPUs report none. `None` recomputes nothing.
+        pass recomputes values, with the least additional arithmetic by an estimate
+        (`plan.report.program.recomputed`). If that does not suffice, GPUs and TPUs keep the
+        optimizer's state in the memory of the host. `"auto"` is 85 % of the memory that the devices
+        report; CPUs report none. `None` recomputes nothing.
     - `compiler_options`: as for [`redcoast.compile_step`][], for the programs of training steps.
 
     **Returns:**

@@ -49,11 +49,11 @@ class Buffer:
     """Bytes on each device from the time `born` to `last`.
 
     `parts` are the operations that write them. An argument has none: its bytes are counted
-    elsewhere, and `given` has them. `parameter` is the array of the model that it is or is gathered
-    from, and `reread` whether it can be read from arguments again. `stored_in` is the stored array
-    that it is gathered from or a slice of, and `is_layer` whether it is what an iteration of a loop
-    gets of such an array. `is_gradient` is whether it is a result. `read_narrow` and `read_wide`
-    are whether something reads it in bfloat16 and as it is.
+    elsewhere, and `argument_bytes` has them. `parameter` is the array of the model that it is or is
+    gathered from, and `reread` whether it can be read from arguments again. `stored_in` is the
+    stored array that it is gathered from or a slice of, and `is_layer` whether it is what an
+    iteration of a loop gets of such an array. `is_gradient` is whether it is a result.
+    `read_narrow` and `read_wide` are whether something reads it in bfloat16 and as it is.
     """
 
     parts: tuple[WrittenBytes, ...]
@@ -61,7 +61,7 @@ class Buffer:
     last: int
     parameter: ModelArray | None = None
     reread: bool = False
-    given: int | float = 0.0
+    argument_bytes: int | float = 0.0
     stored_in: "Buffer | None" = None
     is_layer: bool = False
     is_gradient: bool = False
@@ -71,6 +71,16 @@ class Buffer:
     @property
     def bytes(self) -> int | float:
         return bytes_of_parts(self.parts)
+
+    @property
+    def size(self) -> int | float:
+        """The bytes of the value, whether they are counted here or elsewhere."""
+        return self.bytes or self.argument_bytes
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it is an array of the model that is all-gathered before it is used."""
+        return self.parameter is not None and self.parameter.gathered > 0
 
     @property
     def kept(self) -> tuple[WrittenBytes, ...]:
@@ -94,15 +104,19 @@ def union(several: Iterable[Roots]) -> Roots:
 
 def is_stored(roots: Roots) -> bool:
     """Whether these are an array of the model as it is stored, in parts that are gathered."""
-    if len(roots) != 1:
-        return False
-    (root,) = roots
-    return root.given > 0 and root.parameter is not None and root.parameter.gathered > 0
+    return len(roots) == 1 and roots[0].argument_bytes > 0 and roots[0].is_gathered
+
+
+def parameter_of(roots: Roots) -> ModelArray | None:
+    """The array of the model that a value is or is gathered from, if it is one."""
+    if len(roots) == 1:
+        return roots[0].parameter
+    return None
 
 
 def argument(size: int | float, parameter: ModelArray | None = None) -> Roots:
     """The buffer of an argument."""
-    return (Buffer((), 0, 0, parameter, reread=True, given=size),)
+    return (Buffer((), 0, 0, parameter, reread=True, argument_bytes=size),)
 
 
 @dataclass(frozen=True)
@@ -195,10 +209,8 @@ class Timeline:
         It takes memory if it is read later.
         """
         size = self.size_of(value)
-        if len(roots) == 1 and id(roots) not in self.others:
-            (root,) = roots
-            if size in (root.bytes, root.given):
-                return roots
+        if self._is_one_buffer(roots, size):
+            return roots
         buffer = self.write(size, source)
         buffer.born = buffer.last = begin
         return (buffer,)
@@ -212,23 +224,23 @@ class Timeline:
 
     def _in_memory(self, roots: Roots, value: Value, source: Source) -> Roots:
         size = self.size_of(value)
-        if len(roots) == 1:
+        if is_stored(roots):
             (root,) = roots
-            is_gathered = root.parameter is not None and root.parameter.gathered > 0
-            is_same = id(roots) not in self.others
-            if is_same and (root.bytes == size or (root.given == size and not is_gathered)):
-                return roots
-            if root.given and is_gathered:
-                gathered = self.write(size, source)
-                gathered.parameter, gathered.reread = root.parameter, True
-                gathered.stored_in, gathered.is_layer = root, root.is_layer
-                return (gathered,)
+            gathered = self.write(size, source)
+            gathered.parameter, gathered.reread = root.parameter, True
+            gathered.stored_in, gathered.is_layer = root, root.is_layer
+            return (gathered,)
+        if self._is_one_buffer(roots, size):
+            return roots
         buffer = self.fuse(roots, value, source)
         # What is computed from arguments alone can be computed again.
         buffer.reread = bool(roots) and all(root.reread for root in roots)
-        if len(roots) == 1:
-            buffer.parameter = roots[0].parameter
+        buffer.parameter = parameter_of(roots)
         return (buffer,)
+
+    def _is_one_buffer(self, roots: Roots, size: int | float) -> bool:
+        """Whether a value of so many bytes is what one buffer contains."""
+        return len(roots) == 1 and id(roots) not in self.others and roots[0].size == size
 
     def spike(self, peak: Peak) -> None:
         """Adds the peak inside of what runs now."""

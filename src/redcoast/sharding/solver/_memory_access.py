@@ -5,12 +5,12 @@ from itertools import permutations
 from math import ceil
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.lax import Precision
 
 from ...core._control_flow import primitive_name
 from ...core._jaxpr import struct_of
-from ..operations import Atom
+from ..operations import Rule, all_factors
 from ..operations._rule_table import LARGE_OPERATIONS, REDUCTIONS
 from ..program._walk import Scope
 
@@ -33,27 +33,34 @@ WRITTEN = REDUCTIONS | frozenset(
 
 def uses_memory(scope: Scope, index: int) -> bool:
     """Whether an operation reads from memory and writes to it."""
-    is_known = scope.rules.get(index) is not None or index in scope.inner
-    equation = scope.jaxpr.eqns[index]
-    return not is_known or (primitive_name(equation) in _LARGE and not is_outer(equation))
+    rule = scope.rules.get(index)
+    is_large = primitive_name(scope.jaxpr.eqns[index]) in _LARGE
+    if rule is None:
+        return is_large or index not in scope.inner
+    # Of a product that sums nothing, compilers multiply each pair of elements where it is used.
+    is_outer = rule.is_product and not rule.reduced
+    return is_large and not is_outer
 
 
-def is_outer(equation: JaxprEqn) -> bool:
-    """Whether a product sums nothing, so that compilers multiply each pair of elements."""
-    if equation.primitive.name != "dot_general":
-        return False
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    return not contracted
-
-
-def has_outer_gradient(equation: JaxprEqn, place: int) -> bool:
+def has_outer_gradient(rule: Rule | None, place: int) -> bool:
     """Whether the gradient of an operand of a product sums nothing."""
-    if equation.primitive.name != "dot_general":
+    if rule is None or not rule.is_product:
         return False
-    contracted, batch = equation.params["dimension_numbers"]
-    other = 1 - place
-    summed = struct_of(equation.invars[other]).ndim - len(contracted[other]) - len(batch[other])
-    return summed == 0
+    # The gradient sums over what the other operand alone has.
+    return all_factors(rule.operands[1 - place]) <= all_factors(rule.operands[place])
+
+
+def copied_operands(rule: Rule | None) -> list[int]:
+    """The operands of a product that are copied, so that its batch dimensions come first."""
+    copied: list[int] = []
+    if rule is None or not rule.is_product:
+        return copied
+    left, right = rule.operands
+    batch = [dimension for dimension in rule.results[0] if dimension in left and dimension in right]
+    for place, dimensions in enumerate(rule.operands):
+        if list(dimensions[: len(batch)]) != batch:
+            copied.append(place)
+    return copied
 
 
 def is_product_or_convolution(equation: JaxprEqn) -> bool:
@@ -74,17 +81,6 @@ def reads_narrow(equation: JaxprEqn) -> bool:
 
 def squares(equation: JaxprEqn) -> bool:
     return primitive_name(equation) == "square" or equation.params.get("y") == 2
-
-
-def is_copied(equation: JaxprEqn, atom: Atom) -> bool:
-    """Whether an operand of a product is copied, so that its batch dimensions come first."""
-    if equation.primitive.name != "dot_general" or isinstance(atom, Literal):
-        return False
-    _, batches = equation.params["dimension_numbers"]
-    for operand, batch in zip(equation.invars, batches, strict=True):
-        if operand is atom and list(batch) != list(range(len(batch))):
-            return True
-    return False
 
 
 # The rows and columns of a tile of a TPU's memory.

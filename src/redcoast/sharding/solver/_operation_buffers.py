@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import attrgetter
 
 from jax.extend.core import JaxprEqn, Literal
 
@@ -13,11 +14,11 @@ from ..operations import Atom, fixed_operands, is_linear
 from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
 from ..program._graph import Value
 from ..program._remat import Region, find_needed
-from ._buffers import Buffer, Roots, Timeline, argument, is_stored, union
+from ._buffers import Buffer, Roots, Timeline, argument, is_stored, parameter_of, union
 from ._memory_access import (
     WRITTEN,
+    copied_operands,
     has_outer_gradient,
-    is_copied,
     is_product_or_convolution,
     reads_narrow,
     squares,
@@ -66,9 +67,11 @@ class OperationBuffers:
         operands = [self._operand(step, atom) for atom in equation.invars]
         narrow = self._reads_narrow(equation)
         self.time.read(union(operands), narrow=narrow)
-        for atom, roots in zip(equation.invars, operands, strict=True):
-            if is_copied(equation, atom):
-                frame.roots[atom] = (self.time.fuse(roots, step.value(atom), step.source),)
+        for place in copied_operands(step.rule):
+            atom = equation.invars[place]
+            if not isinstance(atom, Literal):
+                copy = self.time.fuse(operands[place], step.value(atom), step.source)
+                frame.roots[atom] = (copy,)
                 self.time.read(frame.roots[atom], narrow=narrow)
         self.write_results(step)
         if not is_product_or_convolution(equation):
@@ -86,7 +89,7 @@ class OperationBuffers:
         frame, equation = step.frame, step.equation
         name, compiler = primitive_name(equation), self.time.compiler
         is_strided = compiler == "cpu" and equation.params.get("strides") is not None
-        if is_strided and not any(root.given for root in frame.of(equation.invars[0])):
+        if is_strided and not any(root.argument_bytes for root in frame.of(equation.invars[0])):
             self.in_memory(step, equation.invars[0])  # what is read row by row is written once
         operands = union(map(self.time.written, map(frame.of, equation.invars)))
         is_kept = name in COSTLY and compiler != "tpu"
@@ -95,7 +98,7 @@ class OperationBuffers:
             is_kept = len(operands) > 1 and compiler == "cpu"
             # Unless it is larger than what it is computed from, as gradients of single examples.
             size = self.time.size_of(step.value(equation.invars[0]))
-            is_kept = is_kept and size <= sum(max(root.bytes, root.given) for root in operands)
+            is_kept = is_kept and size <= sum(map(attrgetter("size"), operands))
         if name in VIEWS:
             # The same value, which is in memory once if both are.
             operands = frame.of(equation.invars[0])
@@ -146,9 +149,9 @@ class OperationBuffers:
     def _slice(self, step: PeakStep, whole: Buffer) -> Roots:
         """A slice of a stored array, which is gathered alone."""
         size = self.time.size_of(step.value(step.equation.outvars[0]))
-        if size >= whole.given or whole.parameter is None:
+        if size >= whole.argument_bytes or whole.parameter is None:
             return (whole,)
-        (part,) = argument(size, whole.parameter.part(size / whole.given))
+        (part,) = argument(size, whole.parameter.part(size / whole.argument_bytes))
         part.stored_in, part.is_layer = whole, whole.is_layer
         return (part,)
 
@@ -176,11 +179,10 @@ class OperationBuffers:
         grads: list[Cotangent] = []
         self.time.now += 1
         for place, (atom, varies) in enumerate(zip(equation.invars, varied, strict=True)):
-            roots = step.frame.of(atom)
-            is_parameter = len(roots) == 1 and roots[0].parameter is not None
+            is_parameter = parameter_of(step.frame.of(atom)) is not None
             if not varies:
                 grads.append(None)
-            elif is_written and (is_parameter or not has_outer_gradient(equation, place)):
+            elif is_written and (is_parameter or not has_outer_gradient(step.rule, place)):
                 self.time.read(union(read), narrow=self._reads_narrow(equation))
                 grads.append(self.write_gradient(step, atom))
                 groups = equation.params.get("feature_group_count", 1)
@@ -195,12 +197,11 @@ class OperationBuffers:
 
     def _residuals(self, step: PeakStep, varied: Sequence[bool]) -> Residuals:
         """What the derivative of an operation reads of its operands and results."""
-        scope, equation = step.frame.scope, step.equation
+        equation, rule = step.equation, step.rule
         if self.stacks:
-            residuals = residuals_in(scope, step.index)
+            residuals = residuals_in(step.frame.scope, step.index)
             if residuals is not None:
                 return residuals
-        rule = scope.rules.get(step.index)
         if rule is not None and is_linear(rule, varied):
             return Residuals(list(compress(equation.invars, fixed_operands(rule, varied))))
         if primitive_name(equation) in FROM_RESULT:
@@ -251,10 +252,9 @@ class OperationBuffers:
         That of an operand of a product has its full size until it is summed over devices,
         together with those of other products.
         """
-        roots = step.frame.of(atom)
+        parameter = parameter_of(step.frame.of(atom))
         size = self.time.size_of(step.value(atom))
-        if len(roots) == 1 and roots[0].parameter is not None:
-            parameter = roots[0].parameter
+        if parameter is not None:
             # The gradients of slices take as much together as that of the array.
             if size >= parameter.local or parameter not in self.time.summed:
                 self.time.add_gradient(parameter, step.source)

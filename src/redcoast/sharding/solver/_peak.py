@@ -29,6 +29,7 @@ from ._buffers import (
     WrittenBytes,
     argument,
     is_stored,
+    parameter_of,
     union,
 )
 from ._operation_buffers import OperationBuffers
@@ -234,9 +235,10 @@ class _Run:
         casts = self.time.compiler == "tpu" and scan.unroll < scan.length
         for atom, var in zip(xs, scan.split(scope.jaxpr.invars)[2], strict=True):
             roots, layer = frame.of(atom), None
-            if len(roots) == 1 and roots[0].parameter is not None:
+            parameter = parameter_of(roots)
+            if parameter is not None:
                 # An iteration gathers its own layer alone, and sums its gradient.
-                layer = roots[0].parameter.part(1 / scan.length)
+                layer = parameter.part(1 / scan.length)
                 if scan.unroll >= scan.length and not layer.gathered:
                     # The gradients of all layers are summed after the last.
                     layer = ModelArray()
@@ -254,7 +256,7 @@ class _Run:
             for atom, (part,) in zip(xs, slices, strict=True):
                 if part.read_narrow and not part.read_wide:
                     size = size_of(step.value(atom))
-                    if part.parameter is not None and part.parameter.gathered:
+                    if part.parameter is not None and part.is_gathered:
                         size = scan.length * part.parameter.stored
                     copies.append(self.time.write(size / 2, step.source))
             frame.copies[step.index] = tuple(copies)
@@ -267,7 +269,7 @@ class _Run:
             # kernels read slices of arguments where they are.
             for atom in xs:
                 roots = frame.of(atom)
-                is_read = self.time.compiler == "gpu" and any(root.given for root in roots)
+                is_read = self.time.compiler == "gpu" and any(root.argument_bytes for root in roots)
                 if not is_read and not is_stored(roots):
                     saved.append((size_of(step.value(atom)), step.source))
         frame.loops[step.index] = replace(body, saved=tuple(saved)), self.time.now
@@ -275,7 +277,7 @@ class _Run:
         self.time.now += 1
         for var, atom in zip(step.equation.outvars, carry, strict=False):
             # Arguments and gathered arrays are copied, since others read them too.
-            is_copied = any(root.given or root.stored_in for root in frame.of(atom))
+            is_copied = any(root.argument_bytes or root.stored_in for root in frame.of(atom))
             if not is_copied:
                 # The last iteration writes where the first one read.
                 (buffer,) = frame.of(var)
@@ -334,7 +336,7 @@ def _run_body(
     frame.roots.update(zip(xs, slices, strict=True))
     carried: list[Buffer] = []
     for var in carry:
-        carried.append(Buffer((), 0, 0, given=time.size_of(values[var])))
+        carried.append(Buffer((), 0, 0, argument_bytes=time.size_of(values[var])))
         frame.roots[var] = (carried[-1],)
     run.forward(frame)
     time.now += 1
@@ -355,8 +357,7 @@ def _run_body(
     time.read(union(filter(None, grads)))
     saved: list[WrittenBytes] = []
     for buffer in time.buffers:
-        is_gathered = buffer.parameter is not None and buffer.parameter.gathered > 0
-        is_kept = not buffer.reread or (is_gathered and not stacks)
+        is_kept = not buffer.reread or (buffer.is_gathered and not stacks)
         if buffer.born <= middle < buffer.last and is_kept:
             saved += buffer.kept
             if not stacks:

@@ -7,7 +7,7 @@ from functools import cached_property
 from jax.extend.core import JaxprEqn, Literal
 
 from ...core._control_flow import Call, CallKind, Cond, Scan, While, control_flow
-from ..operations import Atom
+from ..operations import Atom, Rule
 from ..program._graph import Source, Value
 from ..program._walk import Scope
 from ._buffers import Peak, Roots, WrittenBytes, argument, union
@@ -97,6 +97,10 @@ class PeakStep:
     @property
     def inner(self) -> list[Scope]:
         return self.frame.scope.inner[self.index]
+
+    @property
+    def rule(self) -> Rule | None:
+        return self.frame.scope.rules.get(self.index)
 
     @property
     def uses_memory(self) -> bool:

@@ -336,6 +336,21 @@ class Graph:
                 partial = replace(removed[0], value=value, times=times, uses=1, preceding=())
                 self.partial_sums[value, partial.node, ()] = partial
 
+    def is_stacked(self, value: Value) -> bool:
+        """Whether a scan goes over an array, one layer after the other."""
+        return not self.stacks.isdisjoint(value.dims)
+
+    def is_looped(self, value: Value) -> bool:
+        """Whether a loop does, and not a scan that is unrolled."""
+        return self.is_stacked(value) and self.unrolled.isdisjoint(value.dims)
+
+    def first_use_of(self, value: Value) -> Source:
+        """The first operation that reads an array, or one layer of it."""
+        source = self.first_use.get(value.dims, ())
+        if not source and self.is_stacked(value):
+            return self.first_use.get(value.dims[1:], ())
+        return source
+
     def rule_at(self, source: Source) -> Rule:
         """The rule of an operation. A loop, which has none, needs its arrays as a whole."""
         equation = source[-1]

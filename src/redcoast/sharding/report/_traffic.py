@@ -10,7 +10,7 @@ from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..operations import atom_bytes
 from ..pipeline._stages import Pipeline
-from ..program._graph import Dims, Source, SourcePath, Work, path_of
+from ..program._graph import Source, SourcePath, Work, path_of
 from ..solver._figures import Pipelining
 from ..solver._hardware import all_gather, all_reduce
 from ..solver._layout import StorageLayout
@@ -34,7 +34,7 @@ def all_sent(layout: StorageLayout, reasons: Reasons) -> list[Sent]:
     of_stage = replace(reasons, decision=decision.of_stage)
     of_microbatch = [
         *_tensor_parallel(of_stage),
-        *gathers_of_sequence(of_stage.decision),
+        *_gathers_of_sequence(of_stage.decision),
         *_over_batch(of_stage, bool(layout.update_specs)),
         *sent_to_hosts(decision),
         *_for_constraints(decision),
@@ -113,8 +113,8 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
         if collective.root in reasons.sets:
             names = reasons.sets[collective.root].names
         what, size = "all-reduces", collective.bytes
-        if is_divided(decision, collective.dims) and decision.hardware.scatters:
-            # The other half of an all-reduce is an all-gather, which `gathers_of_sequence` has.
+        if decision.is_along_sequence(collective.dims) and decision.hardware.scatters:
+            # The other half of an all-reduce is an all-gather, which `_gathers_of_sequence` has.
             what, size = "reduce-scatters", size / 2
         cause = f"{what} of activations, {_way(collective.backward)}: {names}"
         if collective.cause == "gathered":
@@ -211,15 +211,10 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
         # A stage gathers its layers once, before its first microbatch.
         size = gathered_bytes(program.graph, value, parts(over, axes), once=is_layered)
         size /= parts(tuple(kept), axes)  # a device has only a part of it in use
-        stacks, unrolled = program.graph.stacks, program.graph.unrolled
-        is_in_loop = not stacks.isdisjoint(value.dims) and unrolled.isdisjoint(value.dims)
         # The compiler for CPUs gathers what is the same in all microbatches before the first.
-        if is_in_loop or decision.hardware.compiler != "cpu":
+        if program.graph.is_looped(value) or decision.hardware.compiler != "cpu":
             size *= layout.accumulate
-        # A scan uses one layer of an array at a time.
-        source = program.graph.first_use.get(value.dims)
-        if source is None:
-            source = program.graph.first_use.get(value.dims[1:], ())
+        source = program.graph.first_use_of(value)
         if decision.hardware.compiler == "tpu" and source and reads_narrow(source[-1]):
             size /= 2  # it is converted to bfloat16 before it is gathered
         arrays.append((over, reasons.leaves[place].name, size, source))
@@ -230,12 +225,7 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
             yield Sent(over, "parameters", cause, size, source)
 
 
-def is_divided(decision: Decision, dims: Dims) -> bool:
-    """Whether an activation is split along the sequence, and not along a chosen dimension."""
-    return decision.is_sequence(dims) and not decision.is_parallel(dims)
-
-
-def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
+def _gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
     """All-gathers of the operands of products, and of the cotangents of their sums.
 
     A product reads its operands as a whole along the sequence, and its sums are divided along it: a
@@ -254,7 +244,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
         for side, dims in enumerate(work.of):
             # Products of one array with several matrices gather it once.
             identity = _identity(work, side)
-            if identity in gathered or not is_divided(decision, dims):
+            if identity in gathered or not decision.is_along_sequence(dims):
                 continue
             gathered.add(identity)
             size = atom_bytes(work.source[-1].invars[side]) * work.times * work.forwards
@@ -266,7 +256,7 @@ def gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
         if summed.backward or not summed.value.grad or not decision.is_chosen(summed.node):
             continue
         times, dims = summed.times, summed.value.dims
-        if is_divided(decision, dims):
+        if decision.is_along_sequence(dims):
             work = by_path.get(path_of(summed.source))
             if work is not None:
                 times, dims = work.times, (*work.rows, *dims)  # without rematerialisation

@@ -157,7 +157,7 @@ class StorageLayout:
                 split = decision.n
             in_use = value.bytes / split  # of a device, while it is computed with
             local = in_use
-            if share > split and program.graph.stacks.isdisjoint(value.dims):
+            if share > split and not program.graph.is_stacked(value):
                 # What is gathered after a cast has its gradient summed before that of the cast.
                 local *= cast_share(program.graph, value)
             arrays.append(

@@ -403,32 +403,24 @@ def cast_share(graph: Graph, value: Value) -> float:
 
     Less than one if the program casts it before its first use.
     """
-    source = graph.first_use.get(value.dims, ())
-    if not source and _is_stacked(graph, value):
-        source = graph.first_use.get(value.dims[1:], ())
-    elif any(isinstance(control_flow(equation), Scan) for equation in source):
-        return 1.0  # the loop closes over it
-    for equation in source[:-1]:
-        flow = control_flow(equation)
-        if isinstance(flow, While) or (isinstance(flow, Call) and flow.has_derivative):
+    source = graph.first_use_of(value)
+    for flow in map(control_flow, source[:-1]):
+        is_closed_over = isinstance(flow, Scan) and value.dims in graph.first_use
+        has_derivative = isinstance(flow, Call) and flow.has_derivative
+        if is_closed_over or has_derivative or isinstance(flow, While):
             return 1.0
     if not source or primitive_name(source[-1]) != "convert_element_type":
         return 1.0
     return min(1.0, struct_of(source[-1].outvars[0]).dtype.itemsize / value.itemsize)
 
 
-def _is_stacked(graph: Graph, value: Value) -> bool:
-    """Whether a scan gathers one layer of an array at a time."""
-    return not graph.stacks.isdisjoint(value.dims)
-
-
 def _is_gathered_again(graph: Graph, value: Value) -> bool:
     """Whether the backward pass gathers an array again."""
     if not value.grad:
         return False
-    if _is_stacked(graph, value):
+    if graph.is_stacked(value):
         # The compiler gathers the layers of a scan without a loop once, if it keeps them.
-        is_loop = is_again = graph.unrolled.isdisjoint(value.dims)
+        is_loop = is_again = graph.is_looped(value)
         for equation in graph.first_use.get(value.dims[1:], ()):
             match control_flow(equation):
                 case Call(kind=CallKind.REMAT) as call:

@@ -133,9 +133,11 @@ class Decision:
         """Whether an array with these dimensions is tensor-parallel."""
         return any(map(self.is_chosen, dims))
 
-    def is_sequence(self, dims: Sequence[int]) -> bool:
-        """Whether an array with these dimensions is sharded along the sequence."""
-        return not self._sequence.isdisjoint(self.classes.of(filter(self.classes.divides, dims)))
+    def is_along_sequence(self, dims: Sequence[int]) -> bool:
+        """Whether an array with these dimensions is sharded along the sequence, between the parts
+        that are tensor-parallel."""
+        roots = self.classes.of(filter(self.classes.divides, dims))
+        return not self._sequence.isdisjoint(roots) and not self.is_parallel(dims)
 
     def devices_of(self, dims: Sequence[int], *, of_product: bool = False) -> int:
         """The number of devices that share an array with these dimensions.
@@ -143,7 +145,7 @@ class Decision:
         An operand or a result of a product (`of_product`) is not split along the sequence.
         """
         count = spec_parts(self.axes_of(dims), self.sizes)
-        if self.is_sequence(dims) and not of_product and not self.is_parallel(dims):
+        if not of_product and self.is_along_sequence(dims):
             count *= self.n
         return count
 

@@ -110,11 +110,14 @@ def follow_rule(
         if dim.slowest in rule.blocked:
             graph.block(dim.node, near=dim.slowest in near)
     # A split example exchanges halos along these.
-    for dim in before:
-        for target in after:
-            if dim.slowest in near and target.slowest == dim.slowest:
-                count = near[dim.slowest]
-                graph.add_halo(dim.value, dim.node, target.value, target.node, count)
+    for target in after:
+        if target.slowest not in near:
+            continue
+        *others, field = [dim for dim in before if dim.slowest == target.slowest]
+        graph.add_halo(field.value, field.node, target.value, target.node, near[target.slowest])
+        # The derivatives of pooling read windows too. What is exchanged are parts of the field.
+        for dim in others:
+            graph.link_softly(dim.node, target.node)
     # Created arrays, and calls without results, send nothing.
     if not inputs or not results:
         return results

@@ -189,6 +189,77 @@ def test_halos_are_priced_as_they_are_sent():
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
 
 
+def penalised(energy):
+    """The energy of a field, and the mean square of its gradient with respect to the field."""
+
+    def loss(params, batch, key):
+        value, slope = jax.value_and_grad(energy, argnums=1)(params, batch)
+        return value + 10 * jnp.mean(slope**2)
+
+    return loss
+
+
+def curvature(energy):
+    """The Hessian of an energy with respect to the field, times a vector."""
+
+    def loss(params, batch, key):
+        slope = lambda x: jax.grad(energy, argnums=1)(params, x)
+        return jnp.mean(jax.jvp(slope, (batch,), (jnp.sin(batch),))[1] ** 2)
+
+    return loss
+
+
+def convolved(params, x):
+    h = jnp.tanh(convolve(x, params["a"]))
+    return jnp.sum(jnp.tanh(convolve(h, params["b"], window_strides=(2, 2))) ** 2)
+
+
+def convolved_and_pooled(params, x):
+    h = jnp.tanh(convolve(x, params["a"]))
+    window, strides = (1, 1, 3, 3), (1, 1, 2, 2)
+    h = jax.lax.reduce_window(h, -np.inf, jax.lax.max, window, strides, "SAME")
+    return jnp.sum(jnp.tanh(h) ** 2) + jnp.mean(params["b"] ** 2)
+
+
+@pytest.mark.few("penalised-convolved_and_pooled")
+@pytest.mark.parametrize("energy", [convolved, convolved_and_pooled])
+@pytest.mark.parametrize("of", [penalised, curvature])
+def test_halos_of_second_derivatives_are_priced_as_they_are_sent(of, energy):
+    loss, mesh = of(energy), mesh_of((8, 1, 1))
+    params, batch = {"a": normal(8, 2, 3, 3) / 3, "b": normal(8, 8, 3, 3) / 3}, normal(1, 2, 32, 32)
+    plan, priced, sent = planned_and_sent(loss, params, batch, mesh)
+    permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
+    assert priced["halos of convolutions and windows"] == permuted
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
+def test_positions_that_are_looked_up_leave_a_sequence_to_be_split():
+    """A table that is added as a whole has the dimension itself, which belongs to the model."""
+
+    def loss_of(positions):
+        def loss(params, batch, key):
+            h = batch + positions(params["table"])
+            scores = jax.nn.softmax(h @ params["w"] @ jnp.swapaxes(h, 1, 2) / 8)
+            return jnp.mean(jnp.tanh(scores @ (h @ params["v"])) ** 2)
+
+        return loss
+
+    params = {"table": normal(256, 32), "w": normal(32, 32) / 6, "v": normal(32, 32) / 5}
+    batch = normal(1, 256, 32)
+    mesh = mesh_of((8, 1, 1))
+    added = plan_of(loss_of(lambda table: table[None]), params, batch, mesh)
+    assert "`table[jnp.arange(size)]`" in added.report.program.batch
+    loss = loss_of(lambda table: table[jnp.arange(256)][None])
+    hardware = replace(TIGHT, adds_first=False, scatters=False, compiler="cpu")
+    plan = plan_of(loss, params, batch, mesh, hardware)
+    assert plan.compute.split == ((("data",), ((0, 1),)),)
+    step = jax.jit(jax.grad(plan.constrain(loss)), out_shardings=plan.shardings)
+    sent = collectives(step.lower(params, batch, None).compile().as_text(), mesh)
+    priced = sum(traffic.bytes for traffic in plan.report.program.traffic)
+    assert priced == pytest.approx(sum(one.sent_bytes for one in sent), rel=0.01)
+    assert max(plan.verify(loss, params, batch).values()) < 1e-5
+
+
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.few("False")
 def test_windows_reach_over_several_parts(pooled):

@@ -67,7 +67,10 @@ def _why_indivisible(program: Program, count: int) -> str:
         return ""
     sequence = set(inner.reached(inner.places))
     if not sequence:
-        return "none of its dimensions is a sequence"
+        return (
+            "none of its dimensions is a sequence, but for those that arrays of the model have. If "
+            "one is a table of positions, add `table[jnp.arange(size)]` instead of the table"
+        )
     sizes: set[int] = set()
     for value in program.examples:
         for node in sequence.intersection(value.dims[1:]):

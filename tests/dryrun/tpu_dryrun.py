@@ -15,6 +15,7 @@ from odd_vocabulary import check_sent, check_tied
 
 import redcoast as rc
 from redcoast import CHIPS
+from redcoast.dryrun._compile_job import compile_for
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target
@@ -123,3 +124,35 @@ def test_a_vocabulary_that_does_not_divide_costs_nothing():
 
 def test_the_gradient_of_a_tied_table_is_summed_once():
     check_tied("v4:2x2x1", 4)
+
+
+def test_the_peak_is_what_the_compiler_accepts():
+    """Of an optimizer's state on the host; temporaries have fragments between them."""
+    mesh = place_of(parse_target("v4:2x2x1")).mesh({"fsdp": 4})
+    split = NamedSharding(mesh, P(None, "fsdp"))
+    on_host = NamedSharding(mesh, P(None, "fsdp"), memory_kind="pinned_host")
+    weights = jax.ShapeDtypeStruct((16, 4096, 4096), jnp.float32, sharding=split)
+    momentum = jax.ShapeDtypeStruct(weights.shape, jnp.float32, sharding=on_host)
+    rows = NamedSharding(mesh, P("fsdp"))
+    batch = jax.ShapeDtypeStruct((8192, 4096), jnp.float32, sharding=rows)
+
+    def loss(weights, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, weights)
+        return jnp.mean(x**2)
+
+    def update(carry, layer):
+        w, m, gradient = layer
+        m = 0.9 * jax.device_put(m, jax.memory.Space.Device) + gradient
+        return carry, (w - 1e-3 * m, jax.device_put(m, jax.memory.Space.Host))
+
+    def step(weights, momentum, batch):
+        gradient = jax.grad(loss)(weights, batch)
+        return jax.lax.scan(update, None, (weights, momentum, gradient))[1]
+
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(split, on_host))
+    lowered = jitted.lower(weights, momentum, batch)
+    peak = compile_for(lowered, mesh, {}).peak // 2**20
+    # Beside the peak, the compiler needs 16 MiB to copy to and from the host.
+    lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": peak + 32})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": peak - 32})

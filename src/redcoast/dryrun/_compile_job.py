@@ -140,7 +140,8 @@ def compile_job(
     persistent = arguments + results - memory.alias_size_in_bytes
     peak = persistent + memory.temp_size_in_bytes
     if platform == "tpu":
-        peak = tpu_peak(peak, memory.peak_memory_in_bytes)
+        reported = memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes
+        peak = tpu_peak(peak, reported)
     text = compiled.as_text()
     communication = collectives(text, mesh)
     lines: tuple[CompiledLine, ...] = ()
@@ -187,9 +188,10 @@ def show_sizes(sizes: Mapping[str, int]) -> str:
 def tpu_peak(allocated: int, reported: int) -> int:
     """The peak of a TPU's memory, from what is allocated and from the compiler's own figure.
 
-    The compiler may put temporaries in the memory of arguments that are no longer needed. Its own
-    figure takes that into account, but includes memory on the chip, such as the 128 MiB of TPU v4
-    that it copies weights to. For other compilers it excludes temporaries.
+    The size of temporaries counts the fragments between them twice, so that `allocated` may be far
+    more than the compiler compares with a device's memory. Its own figure of the peak does not, but
+    includes memory on the chip, such as the 128 MiB of TPU v4 that it copies weights to. For other
+    compilers it excludes temporaries.
     """
     return min(allocated, reported)
 

@@ -13,7 +13,8 @@ from typing import Any
 import beartype
 import jaxtyping
 
-# A function inside another is made at each call, and its checks are compiled each time.
+# A function inside another is made at each call, and its checks are compiled each time: those
+# that are made first are checked.
 MOST_TIMES = 3
 made = collections.Counter()
 beartyped = beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))
@@ -29,14 +30,15 @@ def check_annotations(f: Any = None, *, typechecker) -> Any:
         return f
     # beartype would put a generator of its own around one, which closes it where it should throw.
     plain = inspect.isfunction(f) and not inspect.isgeneratorfunction(f)
+    if plain:
+        # Generated code of two classes with the same fields is equal.
+        place = f.__module__, f.__qualname__, f.__code__
+        made[place] += 1
+        if made[place] > MOST_TIMES:
+            return f
     if not plain or any(map(names_arrays, f.__annotations__.values())):
         return jaxtyped(f, typechecker=typechecker)
-    return beartyped_at_first(f)
-
-
-def beartyped_at_first(f):
-    made[f.__code__] += 1
-    return beartyped(f) if made[f.__code__] <= MOST_TIMES else f
+    return beartyped(f)
 
 
 def names_arrays(annotation):

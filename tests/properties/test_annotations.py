@@ -1,5 +1,7 @@
 """Annotations are checked at run time in the tests, those of arrays and all others."""
 
+import dataclasses
+
 import beartype
 import jax.numpy as jnp
 import jaxtyping
@@ -44,19 +46,28 @@ def test_other_arguments_and_results_are_checked():
             double(wrong)
 
 
-def test_a_function_made_at_each_call_is_checked_at_first():
+@pytest.mark.parametrize("annotation", [int, Float[Array, " n"]])
+def test_a_function_made_at_each_call_is_checked_at_first(annotation):
     def make():
-        @checked
-        def inner(x: int):
+        def inner(x):
             return x
 
-        return inner
+        inner.__annotations__["x"] = annotation
+        inner.__module__ = str(annotation)  # one for each case
+        return checked(inner)
 
     made = [make() for _ in range(MOST_TIMES + 1)]
     for inner in made[:-1]:
         with pytest.raises(TypeError):
             inner("1")
     assert made[-1]("1") == "1"
+
+
+def test_each_of_many_classes_with_the_same_fields_is_checked():
+    for i in range(MOST_TIMES + 1):
+        kind = dataclasses.make_dataclass(f"Kind{i}", [("x", int)])
+        with pytest.raises(TypeError, match="x"):
+            checked(kind)("1")
 
 
 def test_a_generator_gets_what_is_thrown():

@@ -201,3 +201,22 @@ def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
     words = "could not be found: MemoryError"
     with pytest.raises(FloatingPointError, match=words), stops_after_skipping(1):
         fit(**spoiled_from(1))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_debugged_run_raises_at_the_operation_that_computes_nan(devices):
+    """JAX checks no later call of a program that was traced through a jaxpr: the step was skipped,
+    as if nobody had asked for the error."""
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model, batch, key)
+        return value + jnp.log(jnp.min(batch["scale"])), aux
+
+    late = iter([1.0, 1.0, 1.0, -1.0] + [1.0] * 9)  # the first batch is made for its shapes
+    collate = lambda examples: (
+        collate_fn(examples) | {"scale": np.full(len(examples), next(late), np.float32)}
+    )
+    mesh = rc.make_mesh(devices=jax.devices()[:devices])
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log") as e:
+        fit(loss_fn=loss, collate_fn=collate, mesh=mesh, workers=0)
+    assert "Raised by step 3." in e.value.__notes__

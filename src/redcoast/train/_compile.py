@@ -1,6 +1,7 @@
 """Steps that are compiled once, with the shardings of their inputs and outputs fixed."""
 
 import dataclasses
+import functools as ft
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,13 @@ from ..distributed._arrays import abstract_batch, place_array, put, stays_on_hos
 from ..distributed._emulation import call_watched, overdue_on
 from ..tracking._metrics import PackedMetrics
 from ._compiler_options import Option, Options, check_compiler_options, compiler_options_for
-from ._flat_function import flatten_step, is_jit_disabled, type_of, unwrap_constants
+from ._flat_function import (
+    call_debugged,
+    flatten_step,
+    is_debugged,
+    type_of,
+    unwrap_constants,
+)
 from ._last_state import FlatState, LastState, Outline, as_tree
 from ._programs import compiled_once, jit_donating
 from ._step_messages import (
@@ -374,11 +381,11 @@ class CompiledStep:
         jitted, traced = self._trace(kind, constants, arrays, others)
         # Processes with different programs would wait for each other's collectives for ever.
         agree_on_program("the program of the step", traced.jaxpr, self._mesh)
-        run, closed_over = jitted, list(consts_of(traced.jaxpr))
+        run, closed_over = ft.partial(call_debugged, jitted), list(consts_of(traced.jaxpr))
         # A program that uses a value of another trace has it as an argument more, and JAX explains
         # that when it is called.
         is_whole = len(traced.jaxpr.in_avals) == len(jax.tree.leaves((arrays, others)))
-        if is_whole and not is_jit_disabled():
+        if is_whole and not is_debugged():
             run, closed_over = self._from_trace(kind, traced)
         # A step that changes a dtype is compiled again for its own result.
         new_types = [(x.shape, x.dtype) for x in traced.out_info[0]]

@@ -1,5 +1,6 @@
 """Compiled functions of a tree that stays, such as evaluations."""
 
+import functools as ft
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +14,7 @@ from ..core._pytree import Arrays, Static, split
 from ..core._tracing import missing_mesh
 from ..distributed._arrays import place_batch
 from ..distributed._emulation import call_watched, overdue_on
-from ._flat_function import flatten_arguments, is_jit_disabled, type_of
+from ._flat_function import call_debugged, flatten_arguments, is_debugged, type_of
 from ._programs import compiled_once
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class CompiledCall:
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
         arguments = self._split(tree, args)
         with auto_ambient_mesh():
-            if not self._reuses or is_jit_disabled():
+            if not self._reuses or is_debugged():
                 return call_watched(self._overdue, self._call_jitted, arguments)
             types = arguments.types
             if types not in self._programs:
@@ -106,7 +107,7 @@ class CompiledCall:
         return self._first_of(self._jitted.trace, arguments)
 
     def _call_jitted(self, arguments: _Arguments) -> PyTree:
-        return self._first_of(self._jitted, arguments)
+        return self._first_of(ft.partial(call_debugged, self._jitted), arguments)
 
     def _first_of(self, call: Callable[..., T], arguments: _Arguments) -> T:
         """Calls a function that traces the program, with an ambient mesh only if it needs one."""

@@ -119,3 +119,9 @@ def test_arrays_train_evaluate_and_predict_without_a_collate_fn():
     assert metrics["loss"] == pytest.approx(np.mean((np.array(found) - y) ** 2), rel=1e-4)
     data = rc.batches((x, y), batch_size=8, key=jax.random.key(0), mesh=mesh, steps=1)
     assert [part.shape for part in next(data).arrays] == [(8, 3), (8,)]
+
+
+def test_a_tuple_of_arrays_without_rows_is_empty():
+    """Its arrays were taken for examples."""
+    with pytest.raises(ValueError, match="`examples` is empty"):
+        by_epoch((np.zeros((0, 3)), np.zeros(0)))

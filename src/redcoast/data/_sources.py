@@ -158,7 +158,10 @@ def _rows_of(examples: PyTree, name: str) -> PyTree:
     """A tuple of arrays as its rows, an array of JAX as one of NumPy, and others as they are."""
     if isinstance(examples, tuple):
         refuse_deleted_argument(name, *examples)
-        return as_columns(examples, name) or examples
+        columns = as_columns(examples, name)
+        if columns is None:
+            return examples
+        return columns
     if not isinstance(examples, jax.Array) or not examples.is_fully_addressable:
         return examples
     refuse_deleted_argument(name, examples)

@@ -545,6 +545,19 @@ def test_a_key_belongs_to_the_state():
         fit(model=fit(), steps=8, key=jax.random.key(0))
 
 
+def test_a_resumed_run_says_that_it_has_other_settings(tmp_path, caplog):
+    """Its losses are not those of an uninterrupted run, which nothing else shows."""
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    options = {"mesh": mesh, "checkpoints": tmp_path, "optimizer": optax.sgd(0.1)}
+    run = ft.partial(fit, **options, average=0.9)
+    run(steps=1)
+    run(steps=2)
+    assert "before it had" not in caplog.text
+    run(steps=3, batch_size=8, compute_dtype=jnp.bfloat16, average=0.99)
+    assert "From step 3 on, the run has batch_size=8, compute_dtype=bfloat16" in caplog.text
+    assert "before it had batch_size=16, compute_dtype=None, average=0.9" in caplog.text
+
+
 @pytest.mark.parametrize("model", [make_model(), lambda key: make_model()])
 def test_a_resumed_run_says_that_it_has_another_key(tmp_path, caplog, model):
     """A run is not continued with the key of its checkpoint as if it had the new seed."""

@@ -306,11 +306,14 @@ def test_a_call_needs_no_more_memory_than_the_batches_of_the_run():
     assert_same(logged(steps_per_call=10**12, steps=3), logged(steps_per_call=3, steps=3))
 
 
-def test_steps_are_taken_alone_where_implicit_transfers_are_forbidden():
-    """Several steps take their batches from the host, which ended the run in an error of JAX."""
-    model, key = make_model(), jax.random.key(0)
+def test_a_guard_against_transfers_does_not_end_a_run():
+    """It is there for the user's own transfers, and ended runs in an error of JAX: of the key, of
+    the batches of several steps, and of an evaluation."""
+    options = {"model": make_model(), "steps": 3, "evaluation": rc.Evaluation(EXAMPLES[:4])}
+    expected = logged(steps_per_call=None, **options)
     with jax.transfer_guard("disallow"):
-        logged(steps_per_call=None, steps=3, model=model, key=key)
+        guarded = logged(steps_per_call=None, **options)
+    assert_same(expected, guarded)
 
 
 def test_keys_are_not_reported_as_reused():

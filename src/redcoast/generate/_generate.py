@@ -10,6 +10,7 @@ from ..core._axis_types import auto_ambient_mesh, explicit_mesh_of, on_auto_axes
 from ..core._decoding import Decoding
 from ..core._errors import check_flag
 from ..core._frames import hide_frames
+from ..distributed._arrays import allowed_transfers
 from ._generated import Generated
 
 Tokens = Shaped[Array | np.ndarray, "batch ..."] | Sequence[Any]
@@ -144,7 +145,7 @@ def generate(
     prompts = as_prompts(tokens)
     devices = explicit_mesh_of((prompts, model))
     model, prompts, mask, key = on_auto_axes((model, prompts, mask, key))
-    with auto_ambient_mesh():
+    with allowed_transfers(), auto_ambient_mesh():
         check_count(max_new_tokens)
         check_model(model)
         chosen = choose_decoding(model.config, decoding, options, key)

@@ -30,7 +30,7 @@ from ..core._iterate import until_error
 from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, join
 from ..data._batches import Batch, Batches
-from ..distributed._arrays import copy_tree, forbids_implicit_transfers, place_batch
+from ..distributed._arrays import copy_tree, place_batch
 from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
 from ..tracking._metrics import Log, PackedMetrics, StackedMetrics
@@ -325,6 +325,6 @@ def _obstacle(data: Batches, log: Log | Sequence[Log] | Literal[False] | None) -
 
 def _needs_single_steps() -> bool:
     """Whether a setting of JAX asks for errors at the operations that cause them, which must name
-    their step, or forbids to pass batches to a program that are not on the devices."""
+    their step."""
     settings = ("jax_debug_nans", "jax_debug_infs", "jax_debug_key_reuse", "jax_disable_jit")
-    return forbids_implicit_transfers() or any(getattr(jax.config, name) for name in settings)
+    return any(getattr(jax.config, name) for name in settings)

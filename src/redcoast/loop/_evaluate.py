@@ -37,7 +37,7 @@ from ..data._loading import (
 from ..data._sources import by_epoch, read_source
 from ..data._streams import is_iterator, state_methods
 from ..distributed._agreement import agree, agree_on_program, tree_listing
-from ..distributed._arrays import own_rows, place_tree, put
+from ..distributed._arrays import allowed_transfers, own_rows, place_tree, put
 from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
@@ -124,7 +124,7 @@ def evaluate(
         means, _ = evaluated(*args)
         return means.pop("loss"), means
 
-    with auto_ambient_mesh():
+    with allowed_transfers(), auto_ambient_mesh():
         first, batches = _read(loading, model, mesh, key)
         # The key of a state is on the devices of its run, which may be other devices.
         key = put(_default(key), NamedSharding(mesh, P()))
@@ -231,7 +231,7 @@ def predict_examples(
     mesh = with_auto_axes(ambient_or_default(mesh))
     model, key = on_auto_axes((tree_to_jax_dtypes(model, "the model"), key))
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
-    with auto_ambient_mesh():
+    with allowed_transfers(), auto_ambient_mesh():
         first, batches = _read(loading, model, mesh, key)
         key = put(_default(key), NamedSharding(mesh, P()))
         plan = _plan(predicted, model, mesh, first, key)

@@ -31,6 +31,7 @@ from ..data._loading import (
     ordered_batches,
     repeatable,
 )
+from ..distributed._arrays import allowed_transfers
 from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
@@ -143,7 +144,7 @@ class CompiledEvaluation:
         """The metrics of a model; `advance` is called for each of the `batches`."""
         refuse_state(model, "CompiledEvaluation")
         model, metrics = on_auto_axes(model), {}
-        with auto_ambient_mesh():
+        with allowed_transfers(), auto_ambient_mesh():
             if self.mean_loss is not None:
                 batches = self._batches(advance)
                 # A run of many hours does not end because no example of an evaluation counts.

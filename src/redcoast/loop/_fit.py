@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any, Literal
 
 import equinox as eqx
+import jax
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
@@ -19,6 +20,7 @@ from ..core._output import forgiving_output
 from ..core._tracing import refuse_traced
 from ..data._collate import CollateFn, check_batching
 from ..data._loading import checked_threads
+from ..distributed._arrays import allowed_transfers
 from ..distributed._heartbeat import watching
 from ..sharding import Plan
 from ..tracking._metrics import Log, metrics_reader
@@ -44,6 +46,7 @@ from ._setup import (
     prepare_evaluation,
     restore_or_create,
     warn_of_resumption,
+    warn_of_settings,
 )
 from ._stop import ASKED, GO_ON, end_after_signal, refuse_after_signal, stop_request
 from ._training_loop import TrainingLoop
@@ -215,6 +218,7 @@ def fit(
     model_or_state, key = on_auto_axes((model_or_state, key))
     with (
         forgiving_output(),
+        allowed_transfers(),
         auto_ambient_mesh(),
         watching(),
         checkpointer.locked(),
@@ -238,6 +242,7 @@ def fit(
         best = best_so_far(early_stopping, checkpoints, saved)
         if saved is not None:
             quiet = printer.quiet
+            warn_of_settings(settings, saved, state)
             warn_of_resumption(settings, model_or_state, key, abstract, state, data, quiet=quiet)
         is_over = best is not None and best.is_over
         run = run_of_fit(training, run_plan, data, abstract, checkpointer.directory, saved, is_over)
@@ -269,7 +274,7 @@ def fit(
             state = loop.run(state)
 
     # How it ended.
-    last = int(state.step)  # waits for the devices
+    last = int(jax.device_get(state.step))  # waits for the devices
     # A stop that arrives with the last step changes nothing.
     is_complete = last == data.steps or (best is not None and best.is_over)
     ended = stopping.level == GO_ON or (stopping.level == ASKED and is_complete)

@@ -16,6 +16,8 @@ from ..train._training import Training
 from ._early_stopping import EarlyStopping
 from ._evaluation import Evaluation
 
+SETTINGS = "settings"  # of a run, in what a checkpoint has of its data
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -37,6 +39,19 @@ class RunSettings:
     evaluation: Evaluation | None
     early_stopping: EarlyStopping | None
     checkpoints: Checkpoints | None
+
+    @property
+    def of_results(self) -> dict[str, int | float | str | None]:
+        """The settings that change the results of a run and may differ when it is resumed, in
+        JSON."""
+        compute_dtype = self.training.compute_dtype
+        if compute_dtype is not None:
+            compute_dtype = str(np.dtype(compute_dtype))
+        return {
+            "batch_size": self.batch_size,
+            "compute_dtype": compute_dtype,
+            "average": self.average,
+        }
 
 
 def plain_integer(value: int | None) -> int | None:

@@ -34,7 +34,7 @@ from ..train._state import TrainState, split_key_of_run
 from ..train._training import Training
 from ._evaluation import KIND, CompiledEvaluation, Evaluation, check_mean, compile_evaluation
 from ._printing import Printer, nothing_left
-from ._run_settings import RunSettings
+from ._run_settings import SETTINGS, RunSettings
 
 logger = logging.getLogger("redcoast")
 
@@ -227,6 +227,25 @@ def warn_of_resumption(
         logger.warning("%s", nothing)
     warn_of_hyperparameters(model_or_state, abstract, restored, settings.training)
     warn_of_key(model_or_state, key, restored)
+
+
+def warn_of_settings(
+    settings: RunSettings, saved: Mapping[str, PyTree], restored: TrainState
+) -> None:
+    """Warns if a run that is resumed has other settings than those that its checkpoint was saved
+    with, so that its results are not those of an uninterrupted run."""
+    now = settings.of_results
+    before = saved.get(SETTINGS, now)  # older checkpoints have none
+    changed = [name for name in now if before.get(name) != now[name]]
+    if changed and is_main():
+        logger.warning(
+            "From step %d on, the run has %s, and before it had %s. It goes on with the next "
+            "examples, but its results are not those of a run without an interruption. Choose "
+            "another directory for a new run.",
+            int(restored.step) + 1,
+            several([f"{name}={now[name]}" for name in changed]),
+            several([f"{name}={before.get(name)}" for name in changed]),
+        )
 
 
 def warn_of_hyperparameters(

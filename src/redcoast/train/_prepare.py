@@ -13,6 +13,7 @@ from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._errors import check_integer
 from ..core._frames import hide_frames
 from ..core._pytree import show_place
+from ..distributed._arrays import allowed_transfers
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ._compile import CompiledStep, compile_reusable_step, compile_step
@@ -104,7 +105,7 @@ def prepare(
         loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options
     )
     mesh, key = ambient_or_default(mesh), on_auto_axes(key)
-    with auto_ambient_mesh():
+    with allowed_transfers(), auto_ambient_mesh():
         abstract, _, create = starting_state(
             on_auto_axes(init_fn), training, key, average=average, caller="prepare"
         )
@@ -119,7 +120,9 @@ def prepare(
         options = training.options_for(mesh)
         step = compile_reusable_step(steps, plan.shardings, loss_fn, rows_axis=1, options=options)
     # Each device creates its own shards, so that the state never exists whole.
-    return Prepared(create(plan.shardings), step, plan)
+    with allowed_transfers():
+        state = create(plan.shardings)
+    return Prepared(state, step, plan)
 
 
 def counted(steps: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:

@@ -22,7 +22,6 @@ from redcoast.sharding._memory_plan import MemoryTask, plan_within
 from redcoast.sharding.constrain._recompute import Recomputed
 from redcoast.sharding.memory import _recompute_solver
 from redcoast.sharding.memory._recompute_solver import footprint
-from redcoast.sharding.memory._search import least_within
 
 LAYERS, WIDTH, ROWS = 4, 32, 128
 # As in a dry run that stands in for an accelerator. Without the last one, the compiler for CPUs
@@ -236,7 +235,7 @@ def test_more_memory_costs_less_time():
     _, _, solver = Recomputed(in_a_loop, mesh, compute).read(model, (batch, None), (True,) * 8)
     everything, _ = footprint(solver.flat, solver.keep_all())
     limits = np.linspace(0.31, 0.7, 14) * everything
-    candidates = [least_within(solver, limit) for limit in limits]
+    candidates = [solver.least_within(limit) for limit in limits]
     assert all(one.bytes <= limit for one, limit in zip(candidates, limits, strict=True))
     seconds = [one.seconds for one in candidates]
     assert seconds == sorted(seconds, reverse=True)
@@ -344,7 +343,7 @@ def test_a_layer_can_keep_any_of_its_products(monkeypatch):
     product = 2 * 8 * ROWS * WIDTH * WIDTH  # of a width
     recomputed: set[int] = set()
     for step in range(1, 60):
-        candidate = least_within(solver, step / 60 * solver.total)
+        candidate = solver.least_within(step / 60 * solver.total)
         recomputed.add(round(candidate.flops / product))
     # `up` is four products.
     assert recomputed >= {8, 7, 6, 4, 3, 0}

@@ -10,8 +10,7 @@ from ..core._trainable import trainable_arrays
 from ..distributed._mesh import PIPE
 from ._from_program import PlannedProgram
 from .constrain._recompute import Recomputed
-from .memory._recompute_solver import RecomputeSolver
-from .memory._search import RecomputeCandidate, bytes_kept, least_within
+from .memory._recompute_solver import RecomputeCandidate, RecomputeSolver
 from .program._shared_programs import of_another_function
 from .report._data import Recomputation
 from .report._text import scaled
@@ -121,7 +120,7 @@ def _recompute_within(
             )
         return planned
     activations = report.memory.activations
-    now = bytes_kept(first)
+    now = first.bytes_kept
     # The planner's peak of the program as it is, by the sum of what is kept.
     scale = max(1.0, activations / max(1.0, now))
     search = _Search(solver, scale, task, planned._replace(compute=compute), trained)
@@ -202,7 +201,7 @@ class _Search:
 
     def _attempt(self, limit: int | float) -> _Attempt:
         """The plan of a function that recomputes values, with its estimates."""
-        candidate = least_within(self.solver, limit)
+        candidate = self.solver.least_within(limit)
         key = candidate.bytes, candidate.seconds
         if key in self.known:
             return self.known[key]

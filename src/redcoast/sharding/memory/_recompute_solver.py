@@ -23,9 +23,21 @@ _LEVELS = 1024  # of memory that a decision tells apart
 _LIMITS = 6  # that are tried: a decision counts some values twice that two blocks read
 _PERIODS = (2, 3, 4)  # iterations of a loop that may keep different values
 _MOST_OF_BODY, _MOST_OF_LOOP = 16, 96  # policies
+# A block needs at most a part of the memory; more parts are more and smaller blocks.
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 # The blocks of a program, and what each can keep.
 _PoliciesOfBlocks = Sequence[tuple[StepBlock, list[BlockPolicy]]]
+
+
+@dataclass(frozen=True)
+class RecomputeCandidate:
+    """What is computed again, the bytes that are kept by its estimate and the seconds it costs."""
+
+    recompute: Recompute
+    bytes: float
+    seconds: float
+    flops: float
 
 
 @dataclass(eq=False)
@@ -43,6 +55,36 @@ class RecomputeSolver:
     def total(self) -> float:
         """The bytes of all values that derivatives need, loops included."""
         return bytes_for_derivatives(self.flat)
+
+    @property
+    def bytes_kept(self) -> float:
+        """The estimated bytes of a program that computes nothing again."""
+        most, _ = footprint(self.flat, self.keep_all())
+        return most
+
+    def least_within(self, limit: int | float) -> RecomputeCandidate:
+        """The choice of least time whose estimated memory is within a limit.
+
+        If none is, the one that takes the least memory.
+        """
+        share = limit / max(1.0, self.total)
+        candidates: list[RecomputeCandidate] = []
+        counts: set[int] = set()
+        for parts in _PARTS:
+            # Further parts that make as many blocks make the same ones.
+            count = len(self.blocks(parts))
+            if count in counts:
+                continue
+            counts.add(count)
+            recompute = Recompute(parts, share)
+            chosen = self.solve(recompute)
+            most, _ = footprint(self.flat, chosen)
+            total = total_of(chosen)
+            candidates.append(RecomputeCandidate(recompute, most, total.seconds, total.flops))
+        within = [candidate for candidate in candidates if candidate.bytes <= limit]
+        if within:
+            return min(within, key=lambda candidate: (candidate.seconds, candidate.bytes))
+        return min(candidates, key=lambda candidate: candidate.bytes)
 
     def blocks(self, parts: int) -> list[StepBlock]:
         """The blocks, each of which needs at most a part of all memory."""

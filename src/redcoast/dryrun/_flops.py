@@ -153,11 +153,19 @@ def _flops(equation: JaxprEqn, count: int) -> Flops:
 
 
 def _while(loop: While, known: list[Value]) -> Flops:
+    """The operations of a loop; of one iteration, if the number of times that it runs depends on
+    data."""
     cond_consts, body_consts, start = loop.split(known)
     carry = unchanged(loop.body, body_consts, start)
     body = _count(loop.body, [*body_consts, *carry])
     cond = _count(loop.cond, [*cond_consts, *carry])
-    trips = jaxpr_trip_count(loop, known)
+    # Evaluates an iteration with symbols: `Carried(i, 1)` after it is a counter that grows by 1.
+    carried = [Carried(place, 0) for place in range(len(start))]
+    after = _results(loop.body, [*body_consts, *carried])
+    compared = _comparison(loop.cond, [*cond_consts, *carried])
+    trips = None
+    if compared is not None:
+        trips = solve(compared, start.__getitem__, after.__getitem__)
     if trips is None:
         total = body + cond
         if body or cond:
@@ -170,18 +178,6 @@ def _while(loop: While, known: list[Value]) -> Flops:
 _COMPARISONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
 # Primitives that do not change the value of a scalar integer.
 _SAME = VIEWS | {"broadcast_in_dim", "convert_element_type", "pvary"}
-
-
-def jaxpr_trip_count(loop: While, inputs: Sequence[Value]) -> int | None:
-    """Returns how many times a loop's body runs, given the known operands; `None` if unknown."""
-    cond_consts, body_consts, start = loop.split(inputs)
-    # Evaluates an iteration with symbols: `Carried(i, 1)` after it is a counter that grows by 1.
-    carried = [Carried(place, 0) for place in range(len(start))]
-    after = _results(loop.body, [*body_consts, *carried])
-    compared = _comparison(loop.cond, [*cond_consts, *carried])
-    if compared is None:
-        return None
-    return solve(compared, start.__getitem__, after.__getitem__)
 
 
 def unchanged(

@@ -145,7 +145,13 @@ def _run(events: Sequence[Event], rates: AttainedRates) -> _Totals:
                 if key in ends:
                     _wait(totals, *ends.pop(key))
             case Loop(times, inner):
-                _add_loop(totals, _run(inner, rates), times)
+                body = _run(inner, rates)
+                totals.now += times * body.now
+                totals.kernels += times * body.kernels
+                totals.misaligned += times * body.misaligned
+                _add(totals.busy, body.busy, times)
+                _add(totals.exposed, body.exposed, times)
+                _add(totals.transfers, body.transfers, times)
     # The step is over when the last transfer is.
     for where, end in ends.values():
         _wait(totals, where, end)
@@ -174,18 +180,9 @@ def _wait(totals: _Totals, where: str, end: float) -> None:
     totals.now += waited
 
 
-def _add_loop(totals: _Totals, body: _Totals, times: int) -> None:
-    totals.now += times * body.now
-    totals.kernels += times * body.kernels
-    totals.misaligned += times * body.misaligned
-    pairs = (
-        (totals.busy, body.busy),
-        (totals.exposed, body.exposed),
-        (totals.transfers, body.transfers),
-    )
-    for total, inner in pairs:
-        for name, time in inner.items():
-            total[name] += times * time
+def _add(totals: defaultdict[str, float], more: Mapping[str, float], times: int) -> None:
+    for name, time in more.items():
+        totals[name] += times * time
 
 
 def kernel_seconds(kernel: KernelWork, rates: AttainedRates) -> float:

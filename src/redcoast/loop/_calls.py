@@ -154,7 +154,7 @@ class Calls:
         group: list[Batch] = []
         for batch in until_error(self._data, errors):
             # A short last batch, or one that `collate_fn` makes of another shape, is taken alone.
-            fits = self._together is not None and _types(batch.arrays) == self._types
+            fits = self._together is not None and _types(batch.arrays) == self._types_of_program
             if group and not fits:
                 yield group
                 group = []
@@ -169,13 +169,12 @@ class Calls:
             raise errors[0]
 
     @ft.cached_property
-    def _types(self) -> list[Hashable]:
-        """The shapes and dtypes of a batch of the program."""
+    def _types_of_program(self) -> list[Hashable]:
         return _types(self._data.spec)
 
     def _take(self, state: PyTree | FlatState, group: list[Batch]) -> StepCall:
         arrays = group[0].arrays
-        if self._together is not None and _types(arrays) == self._types:
+        if self._together is not None and _types(arrays) == self._types_of_program:
             # Always of the same size, so that there is one program for all numbers of steps.
             stacked = stack([batch.arrays for batch in group], self._pace.most)
             # Measured once, when the program is traced for the first batch.
@@ -216,6 +215,7 @@ def stack(batches: Sequence[PyTree], rows: int) -> PyTree:
 
 
 def _types(batch: PyTree) -> list[Hashable]:
+    """The shapes and dtypes of a batch."""
     return [(x.shape, x.dtype) for x in jax.tree.leaves(batch)]
 
 

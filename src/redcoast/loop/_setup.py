@@ -31,7 +31,6 @@ from ..train._plan_checks import check_step
 from ..train._plan_step import plan_training
 from ..train._start import is_init_fn
 from ..train._state import TrainState, split_key_of_run
-from ..train._training import Training
 from ._evaluation import KIND, CompiledEvaluation, Evaluation, check_mean, compile_evaluation
 from ._printing import Printer, nothing_left
 from ._run_settings import SETTINGS, RunSettings
@@ -221,17 +220,45 @@ def warn_of_resumption(
     quiet: bool,
 ) -> None:
     """Warns if a run that is resumed has no steps left, or if its call has other hyperparameters or
-    another key than its checkpoint."""
+    another key than its checkpoint.
+
+    `abstract` is the state that a new run would have begun with.
+    """
     nothing = nothing_left(data, has_directory=True)
     if nothing and quiet and is_main():  # otherwise it is printed
         logger.warning("%s", nothing)
-    warn_of_hyperparameters(model_or_state, abstract, restored, settings.training)
-    warn_of_key(model_or_state, key, restored)
+    # Hyperparameters are a part of the optimizer's state, so a checkpoint brings its own.
+    before = constant_hyperparameters(restored.opt_state)
+    if before:
+        if isinstance(model_or_state, TrainState):
+            now = constant_hyperparameters(model_or_state.opt_state)
+        else:
+            trained = abstract_trainable(abstract.model, settings.training.trainable)
+            now = initial_hyperparameters(settings.training.optimizer, trained)
+        changed = [name for name in before if now.get(name, before[name]) != before[name]]
+        if changed and is_main():
+            logger.warning(
+                "The run goes on with %s, from its checkpoint, and not with %s: the values of "
+                "`optax.inject_hyperparams` are saved with the state. Choose another directory for "
+                "a new run. To go on with other values, load the state, change them with "
+                "`eqx.tree_at`, and pass the state to `fit` with another directory.",
+                several([f"{name}={before[name]:g}" for name in changed]),
+                several([f"{now[name]:g}" for name in changed]),
+            )
+    if key is None:
+        return
+    if is_init_fn(model_or_state):
+        _, key = split_key_of_run(key)
+    same = np.array_equal(jax.random.key_data(key), jax.random.key_data(restored.key))
+    if not same and is_main():
+        logger.warning(
+            "The run goes on with the key of its checkpoint, and not with `key`, so the order of "
+            "the examples and the random numbers are those that it began with. Choose another "
+            "directory for a run with another key."
+        )
 
 
-def warn_of_settings(
-    settings: RunSettings, saved: Mapping[str, PyTree], restored: TrainState
-) -> None:
+def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainState) -> None:
     """Warns if a run that is resumed has other settings than those that its checkpoint was saved
     with, so that its results are not those of an uninterrupted run."""
     now = settings.of_results
@@ -245,49 +272,6 @@ def warn_of_settings(
             int(restored.step) + 1,
             several([f"{name}={now[name]}" for name in changed]),
             several([f"{name}={before.get(name)}" for name in changed]),
-        )
-
-
-def warn_of_hyperparameters(
-    model_or_state: PyTree, abstract: TrainState, restored: TrainState, training: Training
-) -> None:
-    """Warns if a run that is resumed has other hyperparameters than its call.
-
-    `abstract` is the state that a new run would have begun with.
-    """
-    # They are a part of the optimizer's state, so a checkpoint brings its own.
-    before = constant_hyperparameters(restored.opt_state)
-    if not before:
-        return
-    if isinstance(model_or_state, TrainState):
-        now = constant_hyperparameters(model_or_state.opt_state)
-    else:
-        trained = abstract_trainable(abstract.model, training.trainable)
-        now = initial_hyperparameters(training.optimizer, trained)
-    changed = [name for name in before if now.get(name, before[name]) != before[name]]
-    if changed and is_main():
-        logger.warning(
-            "The run goes on with %s, from its checkpoint, and not with %s: the values of "
-            "`optax.inject_hyperparams` are saved with the state. Choose another directory for a "
-            "new run. To go on with other values, load the state, change them with `eqx.tree_at`, "
-            "and pass the state to `fit` with another directory.",
-            several([f"{name}={before[name]:g}" for name in changed]),
-            several([f"{now[name]:g}" for name in changed]),
-        )
-
-
-def warn_of_key(model_or_state: PyTree, key: PRNGKeyArray | None, restored: TrainState) -> None:
-    """Warns if a run that is resumed has another key than its call."""
-    if key is None:
-        return
-    if is_init_fn(model_or_state):
-        _, key = split_key_of_run(key)
-    same = np.array_equal(jax.random.key_data(key), jax.random.key_data(restored.key))
-    if not same and is_main():
-        logger.warning(
-            "The run goes on with the key of its checkpoint, and not with `key`, so the order of "
-            "the examples and the random numbers are those that it began with. Choose another "
-            "directory for a run with another key."
         )
 
 

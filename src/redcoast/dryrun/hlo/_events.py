@@ -112,7 +112,11 @@ def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
         match instruction.opcode:
             # Loops over blocks stand for JAX's splash attention, which CPUs interpret.
             case "while" if "/splash_mha_" in (operation_name(instruction.rest) or ""):
-                yield _interpreted_kernel(program, scope, instruction)
+                flops = count_flops([_loop(program, scope, instruction)])
+                counts = tuple(sorted(flops.items()))
+                # Such a kernel reads and writes each array once.
+                accessed = main_bytes(instruction.shape)
+                yield KernelWork(instruction.name, "attention", counts, accessed)
             case "while":
                 yield _loop(program, scope, instruction)
             case "conditional":
@@ -140,15 +144,6 @@ def _loop(program: PartitionedProgram, scope: CallScope, instruction: Instructio
     if trips is None:
         return Loop(1, events, exact=False)
     return Loop(trips, events)
-
-
-def _interpreted_kernel(
-    program: PartitionedProgram, scope: CallScope, instruction: Instruction
-) -> KernelWork:
-    """The kernel that a loop stands for: it reads and writes each array once."""
-    flops = count_flops([_loop(program, scope, instruction)])
-    counts = tuple(sorted(flops.items()))
-    return KernelWork(instruction.name, "attention", counts, main_bytes(instruction.shape))
 
 
 def _plain(

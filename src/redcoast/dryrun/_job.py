@@ -1,6 +1,5 @@
 """The training step that `fit` runs, planned and traced with abstract values."""
 
-import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -90,18 +89,18 @@ def make_job(
         loss_fn, optimizer, accumulate, compute_dtype, trainable, compiler_options
     )
     check_memory(memory)
-    make = ft.partial(
-        init_state,
-        init_fn,
-        optimizer,
-        compute_dtype=training.compute_dtype,
-        trainable=trainable,
-        average=average,
-    )
     batch = batch_shapes(batch)
 
     def evaluate() -> TrainState:
-        state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
+        create = lambda key: init_state(
+            init_fn,
+            optimizer,
+            key=key,
+            compute_dtype=training.compute_dtype,
+            trainable=trainable,
+            average=average,
+        )
+        state = eqx.filter_eval_shape(create, abstract_key())
         # An error in the loss is the same on all meshes, so it is raised here, before planning.
         eqx.filter_eval_shape(training.loss, state.model, batch, abstract_key())
         return state

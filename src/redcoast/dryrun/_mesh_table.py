@@ -110,79 +110,34 @@ class MeshSuggestion(Mapping[str, Any]):
         return "\n".join(lines)
 
 
-class _Column(NamedTuple):
-    """A figure of a candidate: its name, and the units that it may be shown in, largest first."""
-
-    name: str
-    units: tuple[tuple[str, float], ...]
-
-
-# In seconds, bytes, and bytes.
+# In seconds, bytes, and bytes; the largest first.
 _TIMES = (("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_PLANNED = (_Column("priced_seconds", _TIMES), _Column("estimated_memory", _SIZES))
-_COMPILED = (
-    _Column("seconds", _TIMES),
-    _Column("peak_memory", _SIZES),
-    _Column("sent_bytes", (("MB sent", 1e6), ("kB sent", 1e3))),
-)
+_SENT = (("MB sent", 1e6), ("kB sent", 1e3))
+# The figures of a candidate, and the units that each may be shown in.
+_PLANNED = {"priced_seconds": _TIMES, "estimated_memory": _SIZES}
+_COMPILED = {"seconds": _TIMES, "peak_memory": _SIZES, "sent_bytes": _SENT}
 
 
 def _table(candidates: Sequence[Candidate]) -> list[str]:
-    """The lines of the table; meshes with the same figures share one."""
+    """The lines of the table; meshes with the same figures share one.
+
+    A mesh that was not compiled counts as equal to the first one with the same estimates.
+    """
     axes = AXES
     if any(PIPE in candidate.mesh for candidate in candidates):
         axes = (PIPE, *AXES)
     names: list[str] = []
-    units: list[float] = []
-    for column in (*_PLANNED, *_COMPILED):
-        name, unit = _unit(candidates, column)
+    columns: list[list[str]] = []
+    for figure, units in (_PLANNED | _COMPILED).items():
+        values = [getattr(candidate, figure) for candidate in candidates]
+        name, unit = _unit(values, units)
         names.append(name)
-        units.append(unit)
-    rows = [(*axes, *names, "")]
-    for candidate, figures, alike in _groups(candidates, units):
-        sizes = [str(candidate.mesh.get(axis, 1)) for axis in axes]
-        rows.append((*sizes, *figures, _remark(candidate, alike)))
-    # The remarks, in the last column, are not aligned.
-    *columns, _ = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    # Two spaces before each column but the first.
-    planned = sum(widths[: len(axes) + len(_PLANNED)]) + 2 * (len(axes) + len(_PLANNED) - 1)
-    compiled = sum(widths) + 2 * (len(widths) - 1)
-    lines = ["planned".rjust(planned) + "compiled".rjust(compiled - planned)]
-    for *cells, remark in rows:
-        aligned = map(str.rjust, cells, widths)
-        lines.append("  ".join([*aligned, remark]).rstrip())
-    return lines
-
-
-def _unit(candidates: Sequence[Candidate], column: _Column) -> tuple[str, float]:
-    """The largest unit of which some mesh has at least a tenth."""
-    figures = [getattr(candidate, column.name) or 0 for candidate in candidates]
-    most = max(figures, default=0)
-    if most == 0:
-        return column.units[0]
-    for name, unit in column.units:
-        if most >= 0.1 * unit:
-            return name, unit
-    return column.units[-1]
-
-
-def _groups(
-    candidates: Sequence[Candidate], units: Sequence[float]
-) -> list[tuple[Candidate, tuple[str, ...], int]]:
-    """The meshes with different figures, the figures as text, and the number of meshes that share
-    them.
-
-    A mesh that was not compiled counts as equal to the first one with the same estimates.
-    """
+        columns.append([_scaled(value, unit) for value in values])
     first: dict[_TableLine, Candidate] = {}
-    alike: Counter[_TableLine] = Counter()
-    for candidate in candidates:
-        figures = []
-        for column, unit in zip((*_PLANNED, *_COMPILED), units, strict=True):
-            # As text: meshes whose figures look the same share a line.
-            figures.append(_scaled(getattr(candidate, column.name), unit))
+    count: Counter[_TableLine] = Counter()
+    # As text: meshes whose figures look the same share a line.
+    for candidate, *figures in zip(candidates, *columns, strict=True):
         line = _TableLine(tuple(figures), candidate.fits, candidate.error)
         if candidate.fits is None and candidate.error is None:
             planned = line.figures[: len(_PLANNED)]
@@ -191,8 +146,35 @@ def _groups(
                     line = other
                     break
         first.setdefault(line, candidate)
-        alike[line] += 1
-    return [(candidate, line.figures, alike[line] - 1) for line, candidate in first.items()]
+        count[line] += 1
+    rows = [(*axes, *names, "")]
+    for line, candidate in first.items():
+        sizes = [str(candidate.mesh.get(axis, 1)) for axis in axes]
+        rows.append((*sizes, *line.figures, _remark(candidate, count[line] - 1)))
+    # The remarks, in the last column, are not aligned.
+    *aligned, _ = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in aligned]
+    # Two spaces before each column but the first.
+    planned = sum(widths[: len(axes) + len(_PLANNED)]) + 2 * (len(axes) + len(_PLANNED) - 1)
+    compiled = sum(widths) + 2 * (len(widths) - 1)
+    lines = ["planned".rjust(planned) + "compiled".rjust(compiled - planned)]
+    for *cells, remark in rows:
+        cells = map(str.rjust, cells, widths)
+        lines.append("  ".join([*cells, remark]).rstrip())
+    return lines
+
+
+def _unit(
+    values: Sequence[int | float | None], units: Sequence[tuple[str, float]]
+) -> tuple[str, float]:
+    """The largest unit of which some value is at least a tenth."""
+    most = max((value or 0 for value in values), default=0)
+    if most == 0:
+        return units[0]
+    for name, unit in units:
+        if most >= 0.1 * unit:
+            return name, unit
+    return units[-1]
 
 
 class _TableLine(NamedTuple):

@@ -13,7 +13,7 @@ from ..sharding.report._source_page import draw_source_page
 from ..sharding.report._text import hanging, megabytes, paragraph
 from ._compile_job import CompiledLine, TrafficRow
 from ._roofline import Bounds
-from ._step_time import StepTime, TrainingCost, cost_of, show_step_time
+from ._step_time import StepTime, TrainingCost, check_positive, show_step_time
 from ._target_name import parse_target
 
 
@@ -125,7 +125,21 @@ class DryRun:
         `ValueError` if an argument is not positive, or if the compiler rejected the program, so
         that no time is known.
         """
-        return cost_of(self.step, self.devices, steps, price)
+        check_positive("steps", steps)
+        if price is not None:
+            check_positive("price", price)
+        if self.step is None:
+            raise ValueError(
+                "The time of a step is not known, because the compiler rejected the program. Make "
+                "it fit first: with more devices, a smaller batch, or rematerialisation."
+            )
+        # Of the steps alone: evaluations and saves are not in them.
+        hours = float(steps) * self.step.seconds / 3600
+        device_hours = self.devices * hours
+        total = None
+        if price is not None:
+            total = price * device_hours
+        return TrainingCost(float(steps), hours, device_hours, total)
 
     @property
     def own_compiler(self) -> bool:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ._parse import (
-    Computation,
     Instruction,
     Module,
     attributes,
@@ -98,11 +97,9 @@ class _Program:
 
     def peak(self, name: str) -> list[_Buffer]:
         """What a computation holds at its peak, beside its operands and results."""
-        if name not in self.peaks:
-            self.peaks[name] = self._peak(computation(self.module, name))
-        return self.peaks[name]
-
-    def _peak(self, body: Computation) -> list[_Buffer]:
+        if name in self.peaks:
+            return self.peaks[name]
+        body = computation(self.module, name)
         order = list(body.instructions.values())
         # What runs inside an instruction is in memory beside all that is live at its place.
         inside = [self._inside(instruction) for instruction in order]
@@ -126,6 +123,7 @@ class _Program:
             size -= _total(ends[place])
             for buffer in ends[place]:
                 del live[buffer]
+        self.peaks[name] = peak
         return peak
 
     def _inside(self, instruction: Instruction) -> list[_Buffer]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..distributed._mesh import AXES, PIPE
 from ..sharding.report._text import paragraph
+from ._compile_job import show_sizes
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class MeshSuggestion(Mapping[str, Any]):
         return len(self.sizes)
 
     def __str__(self) -> str:
-        chosen = ", ".join(f"{axis}={size}" for axis, size in self.items())
-        head = f"Meshes for {self.target}: {chosen} is the best of {len(self.candidates)}"
+        count = len(self.candidates)
+        head = f"Meshes for {self.target}: {show_sizes(self)} is the best of {count}"
         sources = _SOURCES
         if self.speeds_assumed:
             sources += _ASSUMED

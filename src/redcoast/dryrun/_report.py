@@ -11,7 +11,7 @@ from ..sharding import Plan
 from ..sharding.report._data import LineCost
 from ..sharding.report._source_page import draw_source_page
 from ..sharding.report._text import hanging, megabytes, paragraph
-from ._compile_job import CompiledLine, TrafficRow
+from ._compile_job import CompiledLine, TrafficRow, show_sizes
 from ._roofline import Bounds
 from ._step_time import StepTime, TrainingCost, check_positive, show_step_time
 from ._target_name import parse_target
@@ -212,12 +212,11 @@ class DryRun:
         return draw_source_page(lines, f"Dry run for {self.target}", str(self))
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         devices = "1 device"
         if self.devices > 1:
             devices = f"{self.devices} devices"
         head = (
-            f"Dry run for {self.target}: {devices}, mesh {sizes}; compiled by the "
+            f"Dry run for {self.target}: {devices}, mesh {show_sizes(self.mesh)}; compiled by the "
             f"{self.compiler.upper()} compiler in {self.compile_seconds:.1f} s"
         )
         lines = []

@@ -109,26 +109,15 @@ class StepTaken(NamedTuple):
         return self.flat.tree
 
 
+@dataclass(eq=False)
 class Calls:
-    """Takes the steps of a run.
+    """Takes the steps of a run."""
 
-    - `alone`: the compiled step `(state, batch) -> (state, metrics)`, of flat states.
-    - `data`: the batches of the run.
-    - `together`: the program of several steps; `None` if each step is taken alone.
-    - `pace`: how many steps a call takes.
-    - `small`: a step that is larger than this is taken alone; `None` if the user chose the pace.
-    """
-
-    def __init__(
-        self,
-        alone: Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]],
-        data: Batches,
-        together: CompiledStep | None,
-        pace: "Pace",
-        small: Small | None,
-    ):
-        self._alone, self._data, self._together = alone, data, together
-        self._pace, self._small = pace, small
+    alone: Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]]  # the compiled step
+    data: Batches
+    together: CompiledStep | None  # the program of several steps; `None` if each is taken alone
+    pace: "Pace"  # how many steps a call takes
+    small: Small | None  # what is larger is taken alone; `None` if the user chose the pace
 
     def __call__(self, state: TrainState, ends: Callable[[Batch], bool]) -> Iterator[StepCall]:
         """Takes a step on each batch, and yields each call before the device has finished.
@@ -146,20 +135,20 @@ class Calls:
                 raise
             flat = call.flat  # no reference to the state before, which was donated
             yield call
-            self._pace.see(len(group))
+            self.pace.see(len(group))
 
     def _groups(self, ends: Callable[[Batch], bool]) -> Iterator[list[Batch]]:
         """The batches of each call."""
         errors: list[Exception] = []
         group: list[Batch] = []
-        for batch in until_error(self._data, errors):
+        for batch in until_error(self.data, errors):
             # A short last batch, or one that `collate_fn` makes of another shape, is taken alone.
-            fits = self._together is not None and _types(batch.arrays) == self._types_of_program
+            fits = self.together is not None and _types(batch.arrays) == self._types_of_program
             if group and not fits:
                 yield group
                 group = []
             group.append(batch)
-            if not fits or len(group) >= self._pace.count or ends(batch):
+            if not fits or len(group) >= self.pace.count or ends(batch):
                 yield group
                 group = []
         if group:  # an error of the next batch does not concern them
@@ -170,22 +159,22 @@ class Calls:
 
     @ft.cached_property
     def _types_of_program(self) -> list[Hashable]:
-        return _types(self._data.spec)
+        return _types(self.data.spec)
 
     def _take(self, state: PyTree | FlatState, group: list[Batch]) -> StepCall:
         arrays = group[0].arrays
-        if self._together is not None and _types(arrays) == self._types_of_program:
+        if self.together is not None and _types(arrays) == self._types_of_program:
             # Always of the same size, so that there is one program for all numbers of steps.
-            stacked = stack([batch.arrays for batch in group], self._pace.most)
+            stacked = stack([batch.arrays for batch in group], self.pace.most)
             # Measured once, when the program is traced for the first batch.
-            small, self._small = self._small, None
-            if small is None or _is_small(self._together, as_tree(state), stacked, small):
-                return take_together(self._together, state, group, stacked)
-            self._together = None
-        if self._data.on_host:
+            small, self.small = self.small, None
+            if small is None or _is_small(self.together, as_tree(state), stacked, small):
+                return take_together(self.together, state, group, stacked)
+            self.together = None
+        if self.data.on_host:
             # Batches stay on the host while steps are taken together, and this one goes alone.
-            arrays = place_batch(arrays, self._data.mesh, kinds=ARRAYS_OF_BATCH)
-        return StepCall(group, *self._alone(state, arrays))
+            arrays = place_batch(arrays, self.data.mesh, kinds=ARRAYS_OF_BATCH)
+        return StepCall(group, *self.alone(state, arrays))
 
 
 def take_together(

@@ -101,9 +101,7 @@ def _accessed(module: Module, within: Computation, instruction: Instruction) -> 
 
 
 def _fused(instruction: Instruction) -> str | None:
-    for name in called(instruction, "calls"):
-        return name
-    return None
+    return next(iter(called(instruction, "calls")), None)
 
 
 def _parameter(inner: Computation, place: int) -> str | None:

@@ -121,17 +121,16 @@ def _mesh_groups(text: str) -> np.ndarray:
             done = before * factor
         dims.append(size // done)
     rest = [dim for dim in range(len(dims)) if dim not in over]
-    ids = _device_ids(match["ids"], prod(dims)).reshape(dims)
+    # A transposed array, `[4,2]T(1,0)`, or a list.
+    written = match["ids"]
+    if written is None:
+        ids = np.arange(prod(dims))
+    elif written.startswith("["):
+        ids = _transposed(written)
+    else:
+        ids = np.asarray(_numbers(written))
+    ids = ids.reshape(dims)
     return ids.transpose(rest + over).reshape(-1, group_size)
-
-
-def _device_ids(text: str | None, count: int) -> np.ndarray:
-    """`device_ids`: a transposed array, `[4,2]T(1,0)`, or a list; by default 0, 1, 2, ..."""
-    if text is None:
-        return np.arange(count)
-    if text.startswith("["):
-        return _transposed(text)
-    return np.asarray(_numbers(text))
 
 
 def connected(pairs: Groups, devices: int) -> Groups:

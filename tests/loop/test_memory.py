@@ -80,20 +80,6 @@ def test_the_plans_bytes_are_those_of_its_table():
     assert f"{each / 1e3:.3g} kB of parameters" in text
 
 
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [
-        (12, "12 bytes"),
-        (4_000, "4 kB"),
-        (12_345_678, "12.3 MB"),
-        (80e9, "80 GB"),
-        (2.5e12, "2,500 GB"),
-    ],
-)
-def test_sizes_in_words(count, words):
-    assert _memory._size(count) == words
-
-
 def test_other_errors_of_the_device_pass(monkeypatch):
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: bad"),

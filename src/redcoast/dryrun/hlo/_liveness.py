@@ -11,7 +11,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+
+from jaxtyping import PyTree
 
 from ._parse import (
     Instruction,
@@ -68,8 +69,7 @@ class _Buffer:
 
 
 # The buffers of a value: one, or those of the elements of a tuple. None is not a temporary.
-_Tree: TypeAlias = "_Buffer | list[_Tree] | None"
-_Sizes: TypeAlias = "int | list[_Sizes]"  # bytes, likewise
+_Tree = PyTree
 
 
 def peak_buffers(hlo_text: str) -> tuple[HeldBuffer, ...]:
@@ -186,14 +186,12 @@ def _value(instruction: Instruction, reads: list[_Tree], dying: list[_Tree], pla
     if opcode in _SAME_BUFFER or opcode.endswith("-update"):
         return next(iter(reads), None)
     if opcode.endswith("-done"):
-        started = reads[0]
-        assert isinstance(started, list)
-        return started[0]  # see below
+        # The first element of what the start returned; see below.
+        return reads[0][0]
     sizes = _sizes(instruction.shape)
     if opcode.endswith("-start"):
         which = _RESULT_OF_START.get(opcode, 1)
         if which is not None:
-            assert isinstance(sizes, list)
             sizes = sizes[which]
         # The operands are read until the end.
         return [_allocate(sizes, instruction, place), *reads]
@@ -206,14 +204,14 @@ def _value(instruction: Instruction, reads: list[_Tree], dying: list[_Tree], pla
     return tree
 
 
-def _sizes(shape: str) -> _Sizes:
+def _sizes(shape: str) -> PyTree:
     """The bytes of a shape, or those of each element of a tuple."""
     shape = shape.strip()
     if not shape.startswith("("):
         if _IN_CORE.search(shape):
             return 0
         return size_in_bytes(shape)
-    parts: list[_Sizes] = []
+    parts: list[PyTree] = []
     # Splits at the commas of the tuple itself; `first` is where the current element begins.
     depth, first = 0, 1
     for place, letter in enumerate(shape):
@@ -227,7 +225,7 @@ def _sizes(shape: str) -> _Sizes:
     return parts
 
 
-def _allocate(sizes: _Sizes, writer: Instruction, place: int) -> _Tree:
+def _allocate(sizes: PyTree, writer: Instruction, place: int) -> _Tree:
     if isinstance(sizes, list):
         return [_allocate(size, writer, place) for size in sizes]
     return _Buffer(sizes, writer, place, place)

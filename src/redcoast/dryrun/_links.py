@@ -34,7 +34,12 @@ def axis_bandwidths(target: TargetDevices, mesh: Mesh) -> dict[str, float]:
     for count in range(1, len(dimensions) + 1):
         for axes in combinations(dimensions, count):
             name = "+".join(map(dimensions.__getitem__, axes))
-            bandwidths[name] = _slowest(target, places, axes)
+            size = math.prod(places.shape[axis] for axis in axes)
+            last = range(-1 - len(axes), -1)
+            # (groups, devices of a group, dimensions). Groups at the same places are equally fast.
+            groups = np.moveaxis(places, axes, last).reshape(-1, size, places.shape[-1])
+            rates = [_bandwidth(target, group) for group in np.unique(groups, axis=0)]
+            bandwidths[name] = min(rates)
     return bandwidths
 
 
@@ -99,17 +104,6 @@ def _halves(target: TargetDevices) -> list[_Half]:
                 )
                 halves.append(half)
     return halves
-
-
-def _slowest(
-    target: TargetDevices, places: Int[np.ndarray, "*mesh dimensions"], axes: tuple[int, ...]
-) -> float:
-    """The lowest bandwidth of all groups of devices along some axes."""
-    size = math.prod(places.shape[axis] for axis in axes)
-    last = range(-1 - len(axes), -1)
-    # (groups, devices of a group, dimensions). Groups at the same places are equally fast.
-    groups = np.moveaxis(places, axes, last).reshape(-1, size, places.shape[-1])
-    return min(_bandwidth(target, group) for group in np.unique(groups, axis=0))
 
 
 def _bandwidth(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:

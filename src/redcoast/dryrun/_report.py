@@ -149,11 +149,8 @@ class DryRun:
     @property
     def report(self) -> dict[str, Any]:
         """The same as plain data, for `json.dumps`."""
-        data: dict[str, Any] = {}
-        for name in self.__dataclass_fields__:
-            # These are converted below.
-            if name not in ("plan", "changes"):
-                data[name] = getattr(self, name)
+        data = dict(vars(self))
+        del data["plan"], data["changes"]  # which follow the figures
         for name in ("notes", "traffic", "lines"):
             data[name] = list(data[name])
         for name in ("bounds", "step"):

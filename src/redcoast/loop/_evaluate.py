@@ -387,8 +387,10 @@ def run_evaluation(
         raise ValueError(
             "The examples have a total `weight` of 0, so there is nothing to take a mean of."
         )
-    mean = lambda x: x / total if total else math.nan
-    return {name: x if name == "weight" else mean(x) for name, x in sums.items()}
+    for name in sums:
+        if name != "weight":
+            sums[name] /= total or math.nan  # the mean over nothing
+    return sums
 
 
 def weighted_metrics(

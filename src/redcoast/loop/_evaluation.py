@@ -278,10 +278,9 @@ def compile_evaluation(
     """
     check_kind("evaluation", evaluation, Evaluation, KIND)
     check_kind("plan", plan, Plan, "a `redcoast.Plan`")
-    own = isinstance(evaluation.examples, OwnBatches)
-    if not own and evaluation.batch_size is None:
-        raise ValueError("An evaluation needs batches: pass `batch_size`.")
-    if not own:
+    if not isinstance(evaluation.examples, OwnBatches):
+        if evaluation.batch_size is None:
+            raise ValueError("An evaluation needs batches: pass `batch_size`.")
         collate_fn = check_batching(evaluation.collate_fn, evaluation.batch_size)
         evaluation = dataclasses.replace(evaluation, collate_fn=collate_fn)
     if evaluation.loss_fn is None and evaluation.metric_fn is None:

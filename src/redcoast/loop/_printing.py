@@ -100,8 +100,8 @@ class Printer:
             # Of a run that is not resumed, it is a warning.
             if nothing := nothing_left(data, has_directory=True):
                 say(nothing)
-        for sentence in _batches_that_are_not_split(data, plan):
-            say(sentence)
+        if undivided := _undivided_batch(data, plan):
+            say(undivided)
         if over:
             say("Nothing is left to train: early stopping ended the run.")
         elif data.steps is None or data.step < data.steps:
@@ -170,32 +170,25 @@ def _counted(count: int | float, noun: str) -> str:
     return f"{noun}s"
 
 
-def _batches_that_are_not_split(data: Batches, plan: Plan) -> list[str]:
-    """Sentences about batches that do not divide over the devices."""
+def _undivided_batch(data: Batches, plan: Plan) -> str:
+    """A sentence about a batch that does not divide over the devices; empty if all do."""
     shards = batch_shards(plan.mesh)
-    batch_size, last_rows = data.batch_size, (data.rows_left or 0) % data.batch_size
-    if batch_size % shards and plan.compute.splits_examples:
-        sentence = (
-            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so its "
-            "examples are split over them."
+    last_rows = (data.rows_left or 0) % data.batch_size
+    does_not_divide = f"does not divide over data x fsdp = {shards} devices, so"
+    if data.batch_size % shards == 0:
+        if last_rows % shards == 0:
+            return ""
+        return f"The last batch, of {last_rows}, {does_not_divide} each of them computes all of it."
+    batch = f"A batch of {data.batch_size} {does_not_divide}"
+    if not plan.compute.splits_examples:
+        return f"{batch} each of them computes all of it. A multiple of {shards} would be sharded."
+    sentence = f"{batch} its examples are split over them."
+    if jax.process_count() > 1:
+        sentence += (
+            " Every process reads complete examples, unless `collate_fn` returns arrays that are "
+            "split over the devices."
         )
-        if jax.process_count() > 1:
-            sentence += (
-                " Every process reads complete examples, unless `collate_fn` returns arrays that "
-                "are split over the devices."
-            )
-        return [sentence]
-    if batch_size % shards:
-        return [
-            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
-            f"of them computes all of it. A multiple of {shards} would be sharded."
-        ]
-    if last_rows % shards:
-        return [
-            f"The last batch, of {last_rows}, does not divide over data x fsdp = {shards} "
-            "devices, so each of them computes all of it."
-        ]
-    return []
+    return sentence
 
 
 def precision_of(state: TrainState, compute_dtype: ComputeDtype) -> str:

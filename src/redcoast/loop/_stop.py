@@ -342,9 +342,7 @@ def _handling_signals(reasons: list[StopReason]) -> Iterator[None]:
 
     def restore() -> None:
         for number, handler in before.items():
-            if handler is None:
-                handler = signal.SIG_DFL
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
 
     for number in before:
         signal.signal(number, note)

@@ -55,8 +55,10 @@ def is_this_machine(host: str) -> bool:
 
 def check_host(headers: Mapping[bytes, bytes]) -> None:
     text = headers.get(b"host", b"").decode("latin-1")
-    # Without the port. An IPv6 address is in brackets, and has colons itself.
-    name = text.partition("]" if text.startswith("[") else ":")[0]
+    end = ":"  # of the name: the port follows
+    if text.startswith("["):
+        end = "]"  # an IPv6 address has colons itself
+    name = text.partition(end)[0]
     if not is_this_machine(name):
         raise Refused(
             403,

@@ -59,7 +59,10 @@ def load_served(
 
     Raises `ValueError` if the files cannot be read, or if the model does not continue text.
     """
-    model: PyTree = load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=dtype)
+    over = None
+    if mesh.size > 1:
+        over = mesh
+    model: PyTree = load_pretrained(weights, mesh=over, dtype=dtype)
     if not hasattr(model, "init_cache") or hasattr(model, "encode"):
         raise ValueError(f"A {type(model).__name__} does not continue text. Serve a decoder.")
     multiple = mesh.shape["data"] * mesh.shape["fsdp"]

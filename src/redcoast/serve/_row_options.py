@@ -67,4 +67,7 @@ def shared_decoding(decoding: Decoding) -> Decoding:
 
 
 def ends_of(decoding: Decoding, config: object) -> tuple[int, ...]:
-    return as_tuple(getattr(config, "eos", ()) if decoding.eos is None else decoding.eos)
+    ends = decoding.eos
+    if ends is None:
+        ends = getattr(config, "eos", ())
+    return as_tuple(ends)

@@ -139,7 +139,7 @@ class Saver:
         best = is_best(self._checkpoints, value, self._values)
         return step % self._checkpoints.every == 0 or best
 
-    def save(self, step: int, tree: PyTree, metadata: Mapping[str, object]) -> None:
+    def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
         """Starts saving a tree; its arrays may be donated as soon as this returns."""
         self._settle()
         if step == self._last and not self._failed:

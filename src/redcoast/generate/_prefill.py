@@ -8,12 +8,12 @@ length compiles nothing. An encoder reads its whole input, padded to one of a fe
 import functools as ft
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ..core._pytree import SplitTree, abstract_array
@@ -187,7 +187,7 @@ def types_and_places(tree: PyTree) -> PyTree:
 
 
 @ft.lru_cache(maxsize=1024)
-def _compile_append(places: Places, structure: PyTreeDef, leaves: tuple[PyTree, ...]):
+def _compile_append(places: Places, structure: PyTree, leaves: tuple[PyTree, ...]):
     """Compiles a program once. A call with such arguments does not compile it again."""
     _append.lower(*structure.unflatten(leaves), places).compile()
 
@@ -314,14 +314,14 @@ def prepare_prompt(
     return place(padded, tokens), place(real, mask)
 
 
-def as_real(tokens: AnyArray, mask: AnyArray | None) -> AnyArray:
+def as_real(tokens: AnyArray, mask: AnyArray | None) -> Any:
     """Which tokens are not padding, as booleans; on the host if they are known."""
     if mask is None:
         return np.ones(tokens.shape, bool)
     return _on_host(mask).astype(bool)
 
 
-def _on_host(x: AnyArray) -> AnyArray:
+def _on_host(x: AnyArray) -> Any:
     # Padding on the host needs no compilation for each length.
     if not is_known(x):
         return x

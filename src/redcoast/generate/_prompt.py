@@ -1,5 +1,7 @@
 """Forward passes over a prompt, and over one new token of each row."""
 
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def pad_columns(x: AnyArray, length: int, *, left: bool) -> AnyArray:
+def pad_columns(x: AnyArray, length: int, *, left: bool) -> Any:
     """Pads a NumPy or JAX matrix to `length` columns with zeros."""
     free = length - x.shape[1]
     widths = ((0, 0), (0, free))

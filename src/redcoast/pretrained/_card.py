@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from ._settings import Settings
 
@@ -20,7 +21,7 @@ _TASKS = {
 }
 
 
-def make_card(facts: Mapping[str, object], settings: Settings, name: str, parameters: int) -> str:
+def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameters: int) -> str:
     """Returns a model card with `facts` about a model (see `save_pretrained`), the settings of its
     `config.json`, the name of its directory and the number of its parameters."""
     architecture = (settings.get("architectures") or ["model"])[0]

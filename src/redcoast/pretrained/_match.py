@@ -89,7 +89,7 @@ def match(
     needed: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     where: object,
-    settings: Mapping[str, object] = MappingProxyType({}),
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Stored]:
     """Finds the stored tensor for each needed one. `settings` are the file's, for messages.
 
@@ -148,7 +148,7 @@ def _way_out(
     layout: Layout,
     stored: Mapping[str, Stored],
     problems: Mapping[str, list[str]],
-    settings: Mapping[str, object],
+    settings: Mapping[str, Any],
 ) -> str:
     """Returns what to do about tensors that do not match, if known."""
     for prefix, origin in _WRAPPERS.items():

@@ -42,10 +42,10 @@ class ArrayToRead:
         return replace(self, shape=shape, first=first, layers=self.shape[0])
 
     @ft.cached_property
-    def starts(self) -> dict[jax.Device, tuple[int, ...]]:
+    def starts(self) -> dict[Any, tuple[int, ...]]:
         """The start indices of the box of each device of this process."""
         boxes = self.sharding.addressable_devices_indices_map(self.shape)
-        starts: dict[jax.Device, tuple[int, ...]] = {}
+        starts: dict[Any, tuple[int, ...]] = {}
         for device, box in boxes.items():
             start = tuple(part.start or 0 for part in box or ())  # `None` along whole dimensions
             if self.layers is not None:
@@ -62,7 +62,7 @@ class ArrayToRead:
     def box_shape(self) -> tuple[int, ...]:
         return self.sharding.shard_shape(self.shape)
 
-    def assemble(self, boxes: Mapping[jax.Device, jax.Array]) -> jax.Array:
+    def assemble(self, boxes: Mapping[Any, jax.Array]) -> jax.Array:
         shards = [boxes[device] for device in self.starts]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 

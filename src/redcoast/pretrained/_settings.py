@@ -19,7 +19,7 @@ FieldNames = Mapping[str, str | tuple[str, object]]
 # Settings of which only some values are implemented, with those values.
 Implemented = Mapping[str, tuple[object, ...]]
 REQUIRED = object()
-NOTHING: Mapping[str, object] = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # Settings that do not change the results, in addition to those that `_neutral.py` describes: names,
 # defaults for text generation, and choices between equivalent implementations.

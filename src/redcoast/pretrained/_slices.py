@@ -4,6 +4,7 @@ import functools as ft
 import itertools as it
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class SlicesToBox:
     trim: tuple[Span, ...]  # of each dimension
     shape: tuple[int, ...]  # of the box
 
-    def __call__(self, tensors: AnyArray) -> AnyArray:
+    def __call__(self, tensors: AnyArray) -> Any:
         x = tensors.reshape(self.split)[_slices(self.cut)]
         x = x.transpose(self.order).reshape(self.merged)
         return x[_slices(self.trim)].reshape(self.shape)

@@ -266,7 +266,7 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
     return ProgressLogger(enabled, file)
 
 
-def _bar(file: Stream, layout: str, **options: object) -> Bar:
+def _bar(file: Stream, layout: str, **options: Any) -> Bar:
     """A bar that follows the width of the terminal."""
     from tqdm import tqdm
 

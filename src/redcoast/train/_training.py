@@ -96,7 +96,7 @@ class Training:
         The metrics of the step are packed. A later run with the same program uses it again.
         """
 
-        # One step for each number of microbatches, which is traced once.
+        # One step for each number of microbatches, of which a run has at most two.
         @ft.cache
         def compiled(accumulate: int) -> CompiledStep:
             step = pack_metrics(self.step(plan, accumulate))
@@ -136,9 +136,10 @@ def make_training(
 def by_microbatches(
     compiled: Callable[[int], CompiledStep], batch_size: int, accumulate: int
 ) -> Callable[[PyTree, PyTree], tuple[FlatState, PackedMetrics]]:
-    """The method `take` of `compiled(accumulate)`, with another number for a short last batch."""
-    # A step for each number of microbatches, of which a run has at most two.
-    compiled = ft.cache(compiled)
+    """The method `take` of `compiled(accumulate)`, with another number for a short last batch.
+
+    `compiled` is what `Training.compiled_by` returns.
+    """
 
     def take(state: PyTree | FlatState, batch: PyTree) -> tuple[FlatState, PackedMetrics]:
         count = accumulate

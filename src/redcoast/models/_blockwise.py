@@ -126,8 +126,11 @@ def attend_with_sums(
     # Without dropout the random numbers would be computed and not used.
     if key is not None and rate:
         keys_of_queries = jax.vmap(jax.random.fold_in, (None, 0))(key, slots)
+    score_bias: RelativeBias | _Dense | None
     if isinstance(bias, jax.Array):
-        bias = _Dense(bias)
+        score_bias = _Dense(bias)
+    else:
+        score_bias = bias
     # The view of whole blocks, in which padded keys are not seen.
     real, segments = view.real, view.segments
     # In causal attention, no query sees the padding, which is behind all keys.
@@ -141,7 +144,7 @@ def attend_with_sums(
         View(real, slots, segments, view.causal, view.window),
         jnp.arange(-(-keys // columns) * columns),
         keys_of_queries,
-        bias,
+        score_bias,
     )
     # (batch, queries, kv_heads, groups, head_dim)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])

@@ -288,6 +288,34 @@ def as_flax(shapes, family):
     return flax
 
 
+def test_a_state_space_layer_is_split_between_its_projections():
+    """Most of its arrays have the inner size, and the embedding tells the width."""
+    width, inner = 256, 512
+    shapes = {"embed.weight": (4096, width)}
+    for at in ("layers.0.mixer", "layers.1.mixer"):
+        shapes |= linear(f"{at}.in_proj", 2 * inner, width) | linear(f"{at}.x_proj", 48, inner)
+        shapes |= linear(f"{at}.dt_proj", inner, 16, bias=True)
+        shapes |= linear(f"{at}.out_proj", width, inner) | {f"{at}.A_log": (inner, 16)}
+        shapes |= linear(f"{at}.conv1d", inner, 4, bias=True)
+    dims = split_dims(nested(shapes), 4)
+    assert dims["embed.weight"] == dims["layers.1.mixer.in_proj.weight"] == 0
+    assert dims["layers.1.mixer.out_proj.weight"] == 1
+    assert dims["layers.1.mixer.x_proj.weight"] is None
+
+
+def test_the_router_of_experts_is_whole():
+    """Its few outputs are needed by every device."""
+    shapes = {"embed.weight": (4096, 1024)}
+    for at in ("layers.0", "layers.1"):
+        shapes |= linear(f"{at}.moe.gate", 8, 1024)
+        shapes |= linear(f"{at}.moe.experts.0.w1", 3584, 1024)
+        shapes |= linear(f"{at}.moe.experts.0.w2", 1024, 3584)
+    dims = split_dims(nested(shapes), 4)
+    assert dims["layers.0.moe.gate.weight"] is None
+    assert dims["layers.0.moe.experts.0.w1.weight"] == 0
+    assert dims["layers.0.moe.experts.0.w2.weight"] == 1
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_agrees_with_megatron_on_flax_names_and_order(name):
     family = name.split()[0]

@@ -60,18 +60,21 @@ def indivisible(what: str, size: int, n: int) -> str:
 class Rules:
     """The rules, which fill `splits` for `n` devices, by the index of the array.
 
-    `vocabularies` are the sizes of the vocabularies, sharded or not.
+    `shared` are the sizes of sides that all layers have and a matrix outside of them, such as an
+    embedding, too, and `vocabularies` the sizes of the vocabularies, sharded or not.
     """
 
     tree: Tree
     n: int
     splits: dict[int, ModelSharding] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
     vocabularies: set[int] = field(default_factory=set)
 
     def shard_tree(self) -> None:
         """Shards all matrices of the tree, and their biases."""
         matrices = self.tree.matrices
         outside: list[Block] = []
+        self.shared.update(_shared_sizes(matrices))
         # Layers show the width of the residual stream, by which the ends of a model are known.
         for block in self.tree.blocks:
             if any(map(_is_in_layer, filter(None, block.near))):
@@ -91,6 +94,8 @@ class Rules:
                 self._replicate(matrix, reason)
             elif elements < LARGE:
                 self._replicate(matrix, f"small, {elements:,} elements")
+            elif _is_narrow(matrix):
+                self._replicate(matrix, _narrow(matrix))
             else:
                 self._shard(matrix, "column")
 
@@ -175,13 +180,22 @@ class Rules:
     def _shard_residual(self, block: Block, widths: set[int]) -> None:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
         linear = self._linear(block)
-        # The size that most of them have on one side; ties go by the other matrices of the layer,
-        # and then to the smaller one, as in a block of a single pair.
+        # A size that an embedding has too, or else the one that most of them have on one side; ties
+        # go by the other matrices of the layer, and then to the smaller one, as in a single pair.
         sizes: Counter[int] = Counter()
         for matrix in linear:
             sizes.update({matrix.in_size, matrix.out_size})  # a square matrix counts once
         in_layer = self.tree.sides[layer_of(linear[0].leaf)]
-        width = max(sizes, key=lambda size: (sizes[size], size in widths, in_layer[size], -size))
+        width = max(
+            sizes,
+            key=lambda size: (
+                size in self.shared,
+                sizes[size],
+                size in widths,
+                in_layer[size],
+                -size,
+            ),
+        )
         # Neither another width nor the window of a convolution is the size between two.
         no_inner = {*widths, *WINDOWS} - {width}
         squares: Matrices = []
@@ -277,9 +291,8 @@ class Rules:
             elif matrix.out_size in widths:
                 continue  # `shard_tree` replicates it
             # As the logits of a few classes.
-            elif matrix is chain[-1] and matrix.out_size * _NARROW < matrix.in_size:
-                reason = f"output of {matrix.out_size} from {matrix.in_size}, narrow"
-                self._replicate(matrix, reason)
+            elif matrix is chain[-1] and _is_narrow(matrix):
+                self._replicate(matrix, _narrow(matrix))
             else:
                 self._shard(matrix, "column")
                 is_read_in_parts = self.splits[matrix.leaf.index].dim is not None
@@ -334,6 +347,28 @@ class Rules:
 def _is_in_layer(matrix: WeightMatrix) -> bool:
     """Whether a matrix is in a repeated layer, of a list or stacked."""
     return matrix.stack > 0 or bool(layer_of(matrix.leaf))
+
+
+def _shared_sizes(matrices: Matrices) -> set[int]:
+    """The sizes of sides that all layers have, and a matrix outside of layers too."""
+    outside: set[int] = set()
+    by_layer: dict[tuple[str, ...], set[int]] = {}
+    for matrix in matrices:
+        sizes = {matrix.in_size, matrix.out_size}
+        if _is_in_layer(matrix):
+            by_layer.setdefault(layer_of(matrix.leaf), set()).update(sizes)
+        else:
+            outside.update(sizes)
+    return outside.intersection(*by_layer.values())
+
+
+def _is_narrow(matrix: WeightMatrix) -> bool:
+    return matrix.out_size * _NARROW < matrix.in_size
+
+
+def _narrow(matrix: WeightMatrix) -> str:
+    """The reason for not sharding a narrow matrix."""
+    return f"output of {matrix.out_size} from {matrix.in_size}, narrow"
 
 
 def _is_table(matrix: WeightMatrix) -> bool:

@@ -120,6 +120,7 @@ def test_forms_train_alike_on_a_mesh():
     assert np.all(states[0].model.layers[0].weight == make_model().layers[0].weight)
 
 
+@pytest.mark.few("layers/2")
 @pytest.mark.parametrize("form", ["layers/2", lambda path, x: "layers/2" in path])
 def test_a_run_of_a_created_model_trains_the_selected_part_and_is_resumed(form, tmp_path):
     """The arrays of such a model have only shapes when a run is planned, and when it is resumed."""

@@ -558,6 +558,7 @@ def test_a_resumed_run_says_that_it_has_other_settings(tmp_path, caplog):
     assert "before it had batch_size=16, compute_dtype=None, average=0.9" in caplog.text
 
 
+@pytest.mark.few("<lambda>")
 @pytest.mark.parametrize("model", [make_model(), lambda key: make_model()])
 def test_a_resumed_run_says_that_it_has_another_key(tmp_path, caplog, model):
     """A run is not continued with the key of its checkpoint as if it had the new seed."""

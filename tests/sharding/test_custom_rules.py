@@ -137,6 +137,7 @@ def activation_rule(primals, tangents):
     return y, slope * tangents[0]
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("scanned", [False, True])
 def test_rules_that_are_traced_later_may_name_axes_of_the_mesh(scanned):
     """`jax.grad` of a compiled function traces them after the plan's function has returned."""

@@ -177,6 +177,7 @@ def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
         np.testing.assert_allclose(priced, sent_bytes(found), rtol=0.1)
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_each_example_begins_with_a_scaled_weight():
     """In Langevin dynamics, whose noise of one key keeps the loop from running on each device."""
 

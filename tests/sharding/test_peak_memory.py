@@ -245,6 +245,7 @@ def test_the_peak_of_rematerialised_blocks_on_gpus(sequence, compiled):
     assert plan.report.program.memory.total == pytest.approx(compiled, rel=0.08)
 
 
+@pytest.mark.few("1-None-108500000.0", "4-bfloat16-212400000.0")
 @pytest.mark.parametrize(
     ("accumulate", "dtype", "compiled"),
     [

@@ -58,6 +58,7 @@ def trained(optimizer, mesh, accumulate=1):
     return metrics["loss"], state, plan
 
 
+@pytest.mark.few("clipped-1", "masked-1", "summed-1", "finite-1", "two-1", "adamw-2")
 @pytest.mark.parametrize(
     ("name", "accumulate"),
     [(name, 1) for name in OPTIMIZERS] + [("adamw", 2)],

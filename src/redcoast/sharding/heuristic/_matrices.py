@@ -72,15 +72,13 @@ class Tree:
     """The blocks of a tree, inner ones first, so that the last one is the tree itself.
 
     `stacks` has the number of stacked leading dimensions of each array, by index. `counts` has, for
-    each layer, how many of its arrays have a dimension of a size, and `sides` how many of its
-    matrices have a side of a size. The most frequent one is the width of the residual stream, which
-    every block reads and writes.
+    each layer, how many of its arrays have a dimension of a size. The most frequent one is usually
+    the width of the residual stream, which every block reads and writes.
     """
 
     blocks: list[Block] = field(default_factory=list)
     stacks: dict[int, int] = field(default_factory=dict)
     counts: SizesByLayer = field(default_factory=lambda: defaultdict(Counter))
-    sides: SizesByLayer = field(default_factory=lambda: defaultdict(Counter))
 
     @property
     def matrices(self) -> list[WeightMatrix]:
@@ -97,9 +95,6 @@ def read_tree(root: Node) -> Tree:
         tree.counts[layer_of(leaf)].update(set(of_layer) - {0, 1})
     _read_block(root, tree)
     _orient(tree.matrices)
-    for matrix in tree.matrices:
-        if matrix.kind == "linear":
-            tree.sides[layer_of(matrix.leaf)].update({matrix.in_size, matrix.out_size})
     return tree
 
 

@@ -181,21 +181,12 @@ class Rules:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
         linear = self._linear(block)
         # A size that an embedding has too, or else the one that most of them have on one side; ties
-        # go by the other matrices of the layer, and then to the smaller one, as in a single pair.
+        # go to the smaller one, as in a single pair.
         sizes: Counter[int] = Counter()
         for matrix in linear:
             sizes.update({matrix.in_size, matrix.out_size})  # a square matrix counts once
-        in_layer = self.tree.sides[layer_of(linear[0].leaf)]
-        width = max(
-            sizes,
-            key=lambda size: (
-                size in self.shared,
-                sizes[size],
-                size in widths,
-                in_layer[size],
-                -size,
-            ),
-        )
+        order = lambda size: (size in self.shared, sizes[size], size in widths, -size)
+        width = max(sizes, key=order)
         # Neither another width nor the window of a convolution is the size between two.
         no_inner = {*widths, *WINDOWS} - {width}
         squares: Matrices = []

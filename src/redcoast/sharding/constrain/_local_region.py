@@ -405,20 +405,25 @@ class _Evaluation:
         """A function with the forward-mode derivative of an equation, which is traced for all
         rows."""
         avals = list(map(struct_of, equation.invars))
-        # Integers have no tangents.
-        moving = list(map(is_inexact, avals))
         moved = list(map(is_inexact, map(struct_of, equation.outvars)))
 
-        def push(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-            all_tangents = replace_chosen(list(map(zero_tangent, avals)), moving, tangents)
-            original = lambda *xs: bind_again(equation, xs)
-            out, out_tangents = jax.jvp(original, tuple(primals), tuple(all_tangents))
-            return out, list(itertools.compress(out_tangents, moved))
+        def trace_push(moving: Sequence[bool]) -> _Rule:
+            def push(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+                of_moving = lambda *xs: bind_again(equation, replace_chosen(primals, moving, xs))
+                chosen = tuple(itertools.compress(primals, moving))
+                out, out_tangents = jax.jvp(of_moving, chosen, tuple(tangents))
+                return out, list(itertools.compress(out_tangents, moved))
+
+            jaxpr, _ = self._trace_rule(
+                equation, push, avals, list(itertools.compress(avals, moving))
+            )
+            inputs = [*step.operands, *itertools.compress(step.operands, moving)]
+            return _Rule(jaxpr, inputs, [*step.results, *itertools.compress(step.results, moved)])
 
         custom = jax.custom_jvp(run)
-        moving_avals = list(itertools.compress(avals, moving))
         try:
-            jaxpr, _ = self._trace_rule(equation, push, avals, moving_avals)
+            # Integers have no tangents. If the rule combines rows, the region is not used.
+            self._run_rule(trace_push(list(map(is_inexact, avals))))
         except RuleError as error:
             flow = control_flow(equation)
             if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
@@ -426,17 +431,16 @@ class _Evaluation:
             # The function refuses to be differentiated.
             custom.defjvp(ft.partial(_raise, error.__cause__))
             return custom
-        inputs = [*step.operands, *itertools.compress(step.operands, moving)]
-        wanted = [*step.results, *itertools.compress(step.results, moved)]
-        # If the rule combines rows, the region is not used.
-        run_rule = self._run_rule(_Rule(jaxpr, inputs, wanted))
 
         def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
+            # A rule may stop gradients of what is not differentiated, as one of Equinox's does.
+            moving = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
+            run_rule = self._run_rule(trace_push(moving))
             arrays = run_rule(*primals, *itertools.compress(tangents, moving))
             out, pushed = arrays[: len(moved)], arrays[len(moved) :]
             return out, replace_chosen(list(map(zero_tangent, out)), moved, pushed)
 
-        custom.defjvp(rule)
+        custom.defjvp(rule, symbolic_zeros=True)
         return custom
 
     def _with_vjp(

@@ -332,7 +332,7 @@ def test_tables_name_every_array(config):
     [
         ({"head_dim": 5}, "must be even, but is 5"),
         ({"local": (True,)}, "each of the 3 layers, but has 1"),
-        ({"local": (True,) * 3}, "`window` must be its size"),
+        ({"local": (True,) * 3}, "`window` is None. Pass its size"),
         ({"kv_heads": 3}, "4 is not a multiple of 3"),
         ({"attention_dropout": 1.0}, "must be at least 0 and less than 1"),
     ],

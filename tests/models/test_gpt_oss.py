@@ -172,7 +172,7 @@ def test_tables_name_every_array_and_biases_take_no_adapter():
     [
         ({"chosen": 5}, "`chosen` must be at most `experts`, but they are 5 and 4"),
         ({"local": (True,)}, "`local` must have one entry for each of the 2 layers, but has 1"),
-        ({"window": None}, "`window` must be its size"),
+        ({"window": None}, "`window` is None. Pass its size"),
         ({"limit": 0}, "`limit` must be positive"),
     ],
 )

@@ -74,7 +74,7 @@ def test_exceptions_are_public():
     }
     # These never leave the package, or are the category of a warning.
     private = {"CannotRebind", "Misfit", "MixesRows", "NotLocal", "NoPipeline", "Refused"}
-    private |= {"Unconstrained", "WrongEntries"}
+    private |= {"RuleError", "Unconstrained", "WrongEntries"}
     named = {x.__name__ for x in found}
     assert named >= {"CheckpointDamaged", "CheckpointMismatch", "CheckpointNotSaved", "ProcessLost"}
     for kind in found:

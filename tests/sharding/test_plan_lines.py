@@ -113,7 +113,7 @@ def test_limits_and_tables_that_are_not_understood():
         plan.check()
     with pytest.raises(TypeError, match="`max_bytes` is True. It must be a number"):
         plan.check(max_bytes=True)
-    with pytest.raises(ValueError, match='"array" or by "line"'):
+    with pytest.raises(ValueError, match='must be "array" or "line"'):
         plan.table(by="file")
     with pytest.raises(ValueError, match="made without a function"):
         rc.plan_shardings(MODEL, MESH).table(by="line")

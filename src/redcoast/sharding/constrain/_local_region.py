@@ -85,7 +85,12 @@ _WITH_SIZES = frozenset(["broadcast_in_dim", "reshape", "slice", "dynamic_slice"
 
 
 class RuleError(NotLocal):
-    """Raised if a derivative rule cannot be traced; its cause is the error of the rule."""
+    """Raised if a derivative rule cannot be traced; `cause` is the error of the rule."""
+
+    def __init__(self, cause: Exception):
+        message = str(cause).partition("\n")[0].rstrip(".")
+        super().__init__(f"a derivative rule raises `{type(cause).__name__}: {message}`")
+        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -429,7 +434,7 @@ class _Evaluation:
             if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
                 raise NotLocal("it has a reverse-mode derivative alone") from error
             # The function refuses to be differentiated.
-            custom.defjvp(ft.partial(_raise, error.__cause__))
+            custom.defjvp(ft.partial(_raise, error.cause))
             return custom
 
         def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
@@ -507,10 +512,7 @@ class _Evaluation:
             ):
                 return jax.make_jaxpr(rule, return_shape=True)(*inputs)
         except Exception as error:
-            message = str(error).partition("\n")[0].rstrip(".")
-            raise RuleError(
-                f"a derivative rule raises `{type(error).__name__}: {message}`"
-            ) from error
+            raise RuleError(error) from error
 
     def _run_rule(self, rule: _Rule) -> Callable[..., Arrays]:
         """What a device runs of a derivative rule. Raises `NotLocal` if the rule combines rows."""

@@ -7,6 +7,7 @@ size is not a multiple of the model axis, the array is whole.
 
 import re
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -314,6 +315,28 @@ def test_the_router_of_experts_is_whole():
     assert dims["layers.0.moe.gate.weight"] is None
     assert dims["layers.0.moe.experts.0.w1.weight"] == 0
     assert dims["layers.0.moe.experts.0.w2.weight"] == 1
+
+
+def test_queries_beside_a_feed_forward_network_are_not_keys():
+    """They are narrower than its hidden size, and divided by their own number of heads."""
+
+    class Parallel(eqx.Module):
+        wq: jax.ShapeDtypeStruct
+        wk: jax.ShapeDtypeStruct
+        wv: jax.ShapeDtypeStruct
+        wo: jax.ShapeDtypeStruct
+        up: jax.ShapeDtypeStruct
+        down: jax.ShapeDtypeStruct
+        heads: int = 8
+        kv_heads: int = 1
+
+    sizes = [(512, 512), (512, 64), (512, 64), (512, 512), (512, 2048), (2048, 512)]
+    arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in sizes]
+    tree = {"embed": jax.ShapeDtypeStruct((4096, 512), np.float32), "layers": [Parallel(*arrays)]}
+    dims = split_dims(tree, 4)
+    assert dims["layers.0.wq"] == dims["layers.0.up"] == 1
+    assert dims["layers.0.wo"] == dims["layers.0.down"] == 0
+    assert dims["layers.0.wk"] is None
 
 
 @pytest.mark.parametrize("name", SMALL)

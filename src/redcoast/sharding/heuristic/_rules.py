@@ -249,9 +249,9 @@ class Rules:
         kv_heads = _int_field(block.node.owner, _KV_HEADS) or heads
         for matrix in columns:
             # As many equal parts as a gate and its value, or query, key and value, in one matrix.
-            size, read = matrix.out_size, [row.in_size for row in rows]
-            fused = min(size // gcd(size, inner) for inner in read)
-            if size < max(read):
+            size = matrix.out_size
+            fused, inner = min((size // gcd(size, row.in_size), row.in_size) for row in rows)
+            if size < inner:
                 self._shard(matrix, "column", fused, kv_heads)
             else:
                 self._shard(matrix, "column", fused, heads)

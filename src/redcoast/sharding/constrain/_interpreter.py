@@ -34,7 +34,6 @@ from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import created_rows
-from ..program._local_scans import has_symbolic_rule
 from ..program._loop_weights import gets_copies
 from ..program._program import LARGE_CONSTANT, follow_program
 from ..program._trace import Arrays, trace_over
@@ -54,7 +53,7 @@ from ._custom_rules import (
 )
 from ._gathered_layers import gather_again
 from ._grouped_conv import run_grouped
-from ._local_choice import REFUSALS, choose_region, used_results
+from ._local_choice import REFUSALS, choose_region, has_symbolic_rule, used_results
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import keep_ended, waits_for_rows
 from ._shardings import Shardings, find_shardings, sharded_dim

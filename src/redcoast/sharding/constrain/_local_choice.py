@@ -70,6 +70,18 @@ def has_custom_rule(equation: JaxprEqn) -> bool:
     return False
 
 
+def has_symbolic_rule(equation: JaxprEqn) -> bool:
+    """Whether an equation runs a `custom_vjp` whose rules learn what has no derivative.
+
+    They may refuse derivatives of everything, which is what is known before they are called.
+    """
+    for inner in equations_inside(equation):
+        flow = control_flow(inner)
+        if isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP and flow.symbolic_zeros:
+            return True
+    return False
+
+
 def used_results(equation: JaxprEqn, jaxpr: Jaxpr) -> list[bool]:
     """Which results of an equation another one or a result of its jaxpr reads."""
     used = set(variables(jaxpr.outvars))

@@ -12,7 +12,7 @@ from functools import partial
 
 from jax.extend.core import JaxprEqn
 
-from ...core._control_flow import Call, CallKind, Scan, control_flow, primitive_name
+from ...core._control_flow import Scan, control_flow, primitive_name
 from ...core._jaxpr import is_inexact, struct_of
 from ..operations import shape_of
 from ._graph import Value
@@ -104,18 +104,6 @@ def row_states(equation: JaxprEqn, scope: Scope, batch_dim: BatchDim) -> list[St
         else:
             states.append(batch_dim(value))
     return states
-
-
-def has_symbolic_rule(equation: JaxprEqn) -> bool:
-    """Whether an equation runs a `custom_vjp` whose rules learn what has no derivative.
-
-    They may refuse derivatives of everything, which is what is known before they are called.
-    """
-    for inner in equations_inside(equation):
-        flow = control_flow(inner)
-        if isinstance(flow, Call) and flow.kind is CallKind.CUSTOM_VJP and flow.symbolic_zeros:
-            return True
-    return False
 
 
 def _has_shards(scope: Scope, batch_dim: BatchDim, equation: JaxprEqn) -> bool:

@@ -110,6 +110,44 @@ def test_the_plan_names_a_rule_that_combines_examples():
     plan.verify(loss_fn, WEIGHT, BATCH, tolerance=1e-5)
 
 
+@jax.custom_jvp
+def scaled_tanh(x, scale):
+    return scale * jnp.tanh(x)
+
+
+def scaled_tanh_rule(primals, tangents):
+    (x, scale), (of_x, of_scale) = primals, tangents
+    if not isinstance(of_scale, SymbolicZero):
+        raise ValueError("There is no derivative with respect to `scale`.")
+    return scaled_tanh(x, scale), scale * of_x / jnp.cosh(x) ** 2
+
+
+scaled_tanh.defjvp(scaled_tanh_rule, symbolic_zeros=True)
+
+
+def test_a_forward_rule_may_refuse_what_is_not_differentiated():
+    """It is traced for what is, so that the loop runs on each device."""
+    loss_fn = in_scan(lambda weight, x: (scaled_tanh(x @ weight, jnp.float32(2.0)),))
+    plan = rc.plan_shardings(WEIGHT, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    assert not plan.report.program.waiting
+    plan.verify(loss_fn, WEIGHT, BATCH, tolerance=1e-5)
+
+
+def test_the_plan_names_the_error_of_a_forward_rule():
+    function = jax.custom_jvp(jnp.tanh)
+
+    @function.defjvp
+    def rule(primals, tangents):
+        raise RuntimeError("This rule is not written yet.")
+
+    loss_fn = in_scan(lambda weight, x: (function(x @ weight),))
+    plan = rc.plan_shardings(WEIGHT, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
+    (sentence,) = plan.report.program.waiting
+    assert "`RuntimeError: This rule is not written yet`" in sentence
+    with pytest.raises(RuntimeError, match="not written yet"):
+        jax.grad(plan.constrain(loss_fn))(WEIGHT, BATCH, None)
+
+
 @pytest.mark.parametrize("around", [in_scan, in_batches])
 def test_the_plan_names_the_error_of_a_rule(around):
     """The error itself is raised when the rule is needed, as without a mesh."""

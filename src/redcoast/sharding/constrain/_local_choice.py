@@ -32,7 +32,7 @@ from ..program._local_states import (
 )
 from ..program._walk import Scope
 from ._custom_rules import differentiate
-from ._local_region import LocalRegion, asks_any_row, waits_for_rows
+from ._local_region import LocalRegion, RuleError, asks_any_row, waits_for_rows
 from ._shardings import Shardings
 
 # Rows depend on each other; JAX has no rule for an operation inside of `jax.shard_map`, or refuses
@@ -148,6 +148,8 @@ def _refusal_of_rules(
         return error
     except REFUSALS as error:
         return NotLocal(f"JAX refuses it with {type(error).__name__}")
+    except Exception as error:
+        return RuleError(error)
     return None
 
 

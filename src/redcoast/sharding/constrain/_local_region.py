@@ -433,14 +433,15 @@ class _Evaluation:
             flow = control_flow(equation)
             if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
                 raise NotLocal("it has a reverse-mode derivative alone") from error
-            # The function refuses to be differentiated.
-            custom.defjvp(ft.partial(_raise, error.cause))
-            return custom
 
         def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
             # A rule may stop gradients of what is not differentiated, as one of Equinox's does.
             moving = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
-            run_rule = self._run_rule(trace_push(moving))
+            try:
+                run_rule = self._run_rule(trace_push(moving))
+            except RuleError as error:
+                # The function refuses to be differentiated, as it does without a mesh.
+                raise error.cause from None
             arrays = run_rule(*primals, *itertools.compress(tangents, moving))
             out, pushed = arrays[: len(moved)], arrays[len(moved) :]
             return out, replace_chosen(list(map(zero_tangent, out)), moved, pushed)
@@ -636,7 +637,3 @@ def _bare(x: Any) -> Any:
     if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return np.asarray(x)
-
-
-def _raise(error: Exception, primals: Sequence[object], tangents: Sequence[object]) -> NoReturn:
-    raise error

@@ -2,7 +2,7 @@
 
     pip install -e ".[experiments,cuda12,tpu]"
     python experiments/benchmarks/accelerators.py h100
-    python experiments/benchmarks/accelerators.py goals-gpu --page docs/howto/accelerators.md
+    python experiments/benchmarks/accelerators.py steps-gpu --page docs/howto/accelerators.md
 
 The programs are compiled, and not run. The time of a step is the estimate of a dry run. For models
 with many layers, programs with a few layers are compiled, and the figures are extrapolated linearly
@@ -51,7 +51,7 @@ CLASSES: dict[type, type] = {
     models.LlamaConfig: models.Llama,
     models.MixtralConfig: models.Mixtral,
 }
-Programs = Literal["h100", "h100-fsdp", "h100-combine", "v5e", "goals-gpu", "goals-tpu"]
+Programs = Literal["h100", "h100-fsdp", "h100-combine", "v5e", "steps-gpu", "steps-tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ CASES: dict[Programs, list[Case]] = {
         Case("fsdp=4 (default)", **SMALL, mesh={"data": 1, "fsdp": 4}),
         Case("model=4", **SMALL, mesh={"data": 1, "model": 4}),
     ],
-    "goals-gpu": [
+    "steps-gpu": [
         Case("1.1B, H100: loop, full remat", **ONE, **LOOP),
         Case("1.1B, H100: default", **ONE),
         Case("7B, 8 H100: loop, full remat", **SEVEN_GPU | LOOP),
@@ -154,7 +154,7 @@ CASES: dict[Programs, list[Case]] = {
         Case("Mixtral 8x7B, 16 H100: loop, full remat", **SPARSE | LOOP),
         Case("Mixtral 8x7B, 16 H100: unrolled, full remat", **SPARSE, unroll=32),
     ],
-    "goals-tpu": [
+    "steps-tpu": [
         Case("7B, 16 v5e: fsdp=16", **SEVEN_TPU, mesh={"data": 1, "fsdp": 16}),
         Case("7B, 16 v5e: model=16", **SEVEN_TPU, mesh={"data": 1, "model": 16}),
     ],

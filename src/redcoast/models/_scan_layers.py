@@ -47,7 +47,7 @@ MOST_UNROLLED = 12
 MOST_UNROLLED_ON_GPU = 32
 # Bytes of a layer on a GPU. The compiler gathers the weights of several unrolled layers at once,
 # while others compute: 32 layers of Mixtral 8x7B, of 2.9 GB each in bfloat16 on 16 H100, take 101
-# GB of temporaries, where a loop takes 22 (`accelerators.py goals-gpu`).
+# GB of temporaries, where a loop takes 22 (`accelerators.py steps-gpu`).
 MOST_BYTES_UNROLLED = 2**30
 
 

@@ -208,7 +208,8 @@ def test_table_groups_repeated_layers_and_says_what_is_whole():
     assert len(lines) < 50
     assert max(map(len, lines)) <= 80
     place = lines.index("Tensor-parallel: column-parallel")
-    rows = [line.split()[:5] for line in lines[place + 1 :]]
+    end = lines.index("", place)
+    rows = [line.split()[:5] for line in lines[place + 1 : end]]
     assert ["blocks/{0..11}/up/weight", "(256,", "64)", "(model,", "fsdp)"] in rows
     place = lines.index("Replicated: norm scale")
     assert lines[place + 1].split()[0] == "blocks/{0..11}/norm{1..2}/{weight,bias}"

@@ -122,6 +122,6 @@ def test_arrays_train_evaluate_and_predict_without_a_collate_fn():
 
 
 def test_a_tuple_of_arrays_without_rows_is_empty():
-    """Its arrays were taken for examples."""
+    """Its arrays are not the examples."""
     with pytest.raises(ValueError, match="`examples` is empty"):
         by_epoch((np.zeros((0, 3)), np.zeros(0)))

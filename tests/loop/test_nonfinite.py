@@ -205,8 +205,8 @@ def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_debugged_run_raises_at_the_operation_that_computes_nan(devices):
-    """JAX checks no later call of a program that was traced through a jaxpr: the step was skipped,
-    as if nobody had asked for the error."""
+    """JAX itself checks no later call of a program that was traced through a jaxpr, and `fit` skips
+    steps that are not finite."""
 
     def loss(model, batch, key):
         value, aux = loss_fn(model, batch, key)

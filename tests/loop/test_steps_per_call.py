@@ -307,8 +307,8 @@ def test_a_call_needs_no_more_memory_than_the_batches_of_the_run():
 
 
 def test_a_guard_against_transfers_does_not_end_a_run():
-    """It is there for the user's own transfers, and ended runs in an error of JAX: of the key, of
-    the batches of several steps, and of an evaluation."""
+    """It is for the user's own transfers, and not for those of the key, of the batches of several
+    steps and of an evaluation."""
     options = {"model": make_model(), "steps": 3, "evaluation": rc.Evaluation(EXAMPLES[:4])}
     expected = logged(steps_per_call=None, **options)
     with jax.transfer_guard("disallow"):

@@ -1,5 +1,7 @@
 """Tables of vocabularies, compiled for devices that are not there."""
 
+import itertools as it
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,18 +36,23 @@ def check_tied(target, devices):
     """Checks that the gradient of a tied table is summed once, for its lookups and products."""
     tokens = jax.ShapeDtypeStruct((8 * devices, LENGTH), jnp.int32)
 
-    def loss_fn(model, batch, key):
-        hidden = jnp.tanh(model["table"][batch])
-        return cross_entropy(jnp.einsum("bsw,vw->bsv", hidden, model["table"]), batch)
+    for axis, dtype in it.product(("data", "fsdp"), (jnp.float32, jnp.bfloat16)):
 
-    run = rc.dry_run(
-        lambda key: {"table": jax.random.normal(key, (1024, WIDTH))},
-        loss_fn,
-        tokens,
-        optax.sgd(1e-3),
-        target=target,
-        mesh={"fsdp": devices},
-    )
-    table = 1024 * WIDTH * 4
-    by_hand = 2 * (devices - 1) / devices * table  # gathered, and its gradient reduce-scattered
-    assert run.sent_bytes == pytest.approx(by_hand, rel=1e-2)
+        def loss_fn(model, batch, key, dtype=dtype):
+            table = model["table"].astype(dtype)
+            hidden = jnp.tanh(table[batch])
+            logits = jnp.einsum("bsw,vw->bsv", hidden, table)
+            return cross_entropy(logits.astype(jnp.float32), batch)
+
+        run = rc.dry_run(
+            lambda key: {"table": jax.random.normal(key, (1024, WIDTH))},
+            loss_fn,
+            tokens,
+            optax.sgd(1e-3),
+            target=target,
+            mesh={axis: devices},
+        )
+        table = 1024 * WIDTH * dtype.dtype.itemsize
+        # all-reduced, or gathered and its gradient reduce-scattered
+        by_hand = 2 * (devices - 1) / devices * table
+        assert run.sent_bytes == pytest.approx(by_hand, rel=1e-2), (axis, dtype)

@@ -121,17 +121,23 @@ def tied(model, batch, key):
     return -jnp.mean(jax.nn.log_softmax(logits)[..., :1])
 
 
-def test_lookups_in_a_tied_table_have_a_constraint_of_their_own():
+def tied_cast(model, batch, key):
+    """The same with the products and lookups of a table that is cast once."""
+    return tied({"table": model["table"].astype(jnp.bfloat16)}, batch, key)
+
+
+@pytest.mark.parametrize(("fn", "sizes"), [(tied, (1, 8, 1)), (tied_cast, (8, 1, 1))])
+def test_lookups_in_a_tied_table_have_a_constraint_of_their_own(fn, sizes):
     """The gathered table has a constraint for lookups and one for products. Without, compilers for
     accelerators sum its gradient twice; `odd_vocabulary.check_tied` compiles that."""
     model = {"table": array(1024, 64)}
     batch = {"x": jax.ShapeDtypeStruct((16, 128), jnp.int32)}
-    plan = rc.plan_shardings(model, real_mesh(1, 8, 1), fn=tied, args=(batch, None))
-    loss_fn = plan.constrain(tied)
+    plan = rc.plan_shardings(model, real_mesh(*sizes), fn=fn, args=(batch, None))
+    loss_fn = plan.constrain(fn)
     # Of the table, and of the cotangent of each.
-    for fn, count in ((loss_fn, 2), (jax.value_and_grad(loss_fn), 4)):
+    for traced, count in ((loss_fn, 2), (jax.value_and_grad(loss_fn), 4)):
         gathered = 0
-        for equation in iter_equations(jax.make_jaxpr(fn)(model, batch, None)):
+        for equation in iter_equations(jax.make_jaxpr(traced)(model, batch, None)):
             is_constraint = equation.primitive.name == "sharding_constraint"
             if is_constraint and struct_of(equation.outvars[0]).shape == (1024, 64):
                 gathered += equation.params["sharding"].spec == P(None, None)

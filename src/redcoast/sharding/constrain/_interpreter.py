@@ -141,6 +141,7 @@ def run_constrained(
                 spec_of[equation.outvars[0]] = spec
                 return [shardings.with_spec(bind_again(equation, operands)[0], spec)]
             operands = list(map(gather, equation.invars, operands))
+            gathered.update(equation.outvars)  # lookups in what is cast have their own constraint
         elif name == "gather":
             table, *indices = equation.invars
             operands = [

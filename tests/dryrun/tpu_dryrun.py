@@ -15,7 +15,7 @@ from odd_vocabulary import check_sent, check_tied
 
 import redcoast as rc
 from redcoast import CHIPS
-from redcoast.dryrun._compile_job import compile_for
+from redcoast.dryrun._compile_job import peak_bytes
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target
@@ -151,7 +151,7 @@ def test_the_peak_is_what_the_compiler_accepts():
 
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(split, on_host))
     lowered = jitted.lower(weights, momentum, batch)
-    peak = compile_for(lowered, mesh, {}).peak // 2**20
+    peak = peak_bytes(lowered.compile().memory_analysis(), "tpu") // 2**20
     # Beside the peak, the compiler needs 16 MiB to copy to and from the host.
     lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": peak + 32})
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):

@@ -135,13 +135,7 @@ def compile_job(
             return Compiled(peak, None, None, None, seconds, True, flops, loops)
         seconds = time.perf_counter() - begin
     memory: Any = compiled.memory_analysis()
-    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    # Results overwrite donated arguments.
-    persistent = arguments + results - memory.alias_size_in_bytes
-    peak = persistent + memory.temp_size_in_bytes
-    if platform == "tpu":
-        reported = memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes
-        peak = tpu_peak(peak, reported)
+    peak = peak_bytes(memory, platform)
     text = compiled.as_text()
     communication = collectives(text, mesh)
     lines: tuple[CompiledLine, ...] = ()
@@ -149,8 +143,8 @@ def compile_job(
         lines = _by_line(communication, peak_buffers(text), plan)
     return Compiled(
         peak=peak,
-        temporaries=max(0, peak - persistent),
-        moved=arguments + results,
+        temporaries=max(0, peak - _persistent_bytes(memory)),
+        moved=memory.argument_size_in_bytes + memory.output_size_in_bytes,
         traffic=_traffic(communication),
         seconds=seconds,
         flops=flops,
@@ -183,6 +177,20 @@ def _configured(settings: Mapping[str, object]) -> Iterator[None]:
 def show_sizes(sizes: Mapping[str, int]) -> str:
     """The sizes of a mesh, such as `"data=1, fsdp=8, model=8"`."""
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def peak_bytes(memory: Any, platform: str) -> int:
+    """The peak of each device's memory, from what a compiler says of a program."""
+    allocated = _persistent_bytes(memory) + memory.temp_size_in_bytes
+    if platform != "tpu":
+        return allocated
+    return tpu_peak(allocated, memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes)
+
+
+def _persistent_bytes(memory: Any) -> int:
+    """The bytes of arguments and results. Results overwrite donated arguments."""
+    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    return arguments + results - memory.alias_size_in_bytes
 
 
 def tpu_peak(allocated: int, reported: int) -> int:

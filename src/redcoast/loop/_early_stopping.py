@@ -136,7 +136,8 @@ def reason_of_end(
 class BestSoFar:
     """The best evaluation of a run, and how many evaluations have followed it.
 
-    - `step`: the step of the best evaluation; `None` before it, or if all were NaN.
+    - `step`: the step of the best evaluation; `None` before it, or if all were NaN
+        or infinite.
     - `value`: its value of the metric; `None` likewise.
     - `since`: the number of evaluations after it.
     """
@@ -188,7 +189,7 @@ class BestSoFar:
 
     def state(self, last: PyTree, step: int, shardings: PyTree) -> PyTree:
         """The state of the best evaluation, given the last state and its step."""
-        # No evaluation was better than NaN, or the last state is the best.
+        # There is no best evaluation, or the last state is the best.
         if self.step is None or self.step == step:
             return last
         if self._copy is not None:
@@ -201,7 +202,10 @@ class BestSoFar:
         """A sentence about how a run ended after a step."""
         name, count = self.rule.metric, self.since
         if self.value is None:
-            return f"Training ended after step {step:,}: {name} was NaN in every evaluation."
+            return (
+                f"Training ended after step {step:,}: {name} was NaN or infinite in every "
+                "evaluation."
+            )
         ended = "ended"
         if self.is_over:
             ended = "stopped early"

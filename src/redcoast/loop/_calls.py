@@ -35,6 +35,7 @@ from ..sharding import Plan
 from ..tracking._loggers import all_loggers, takes_state
 from ..tracking._metrics import Log, PackedMetrics, StackedMetrics
 from ..train._compile import CompiledStep
+from ..train._debug_settings import is_debugged
 from ..train._last_state import FlatState, as_tree
 from ..train._state import TrainState
 from ..train._training import Training
@@ -315,5 +316,4 @@ def _obstacle(data: Batches, log: Log | Sequence[Log] | Literal[False] | None) -
 def _needs_single_steps() -> bool:
     """Whether a setting of JAX asks for errors at the operations that cause them, which must name
     their step."""
-    settings = ("jax_debug_nans", "jax_debug_infs", "jax_debug_key_reuse", "jax_disable_jit")
-    return any(getattr(jax.config, name) for name in settings)
+    return is_debugged() or getattr(jax.config, "jax_debug_key_reuse")  # noqa: B009  # no type

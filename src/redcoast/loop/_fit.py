@@ -36,7 +36,7 @@ from ._error_notes import explained_memory, noted_checkpoint
 from ._evaluation import Evaluation
 from ._printing import Printer
 from ._run_config import run_of_fit
-from ._run_settings import RunSettings, plain_integer
+from ._run_settings import RunSettings, plain_number
 from ._setup import (
     batches_of_run,
     complete_evaluation,
@@ -197,11 +197,11 @@ def fit(
     )
     settings = RunSettings(
         training=training,
-        average=average,
+        average=plain_number(average),
         collate_fn=collate_fn,
-        batch_size=plain_integer(batch_size),
-        epochs=plain_integer(epochs),
-        steps=plain_integer(steps),
+        batch_size=plain_number(batch_size),
+        epochs=plain_number(epochs),
+        steps=plain_number(steps),
         threads=checked_threads(workers, ahead),
         mesh=mesh_of_run(mesh, plan),
         chooses_mesh=mesh == "auto",

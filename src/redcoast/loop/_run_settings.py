@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -15,6 +15,8 @@ from ..sharding.tree._overrides import Override
 from ..train._training import Training
 from ._early_stopping import EarlyStopping
 from ._evaluation import Evaluation
+
+N = TypeVar("N", bound=int | float | None)
 
 SETTINGS = "settings"  # of a run, in what a checkpoint has of its data
 
@@ -54,8 +56,8 @@ class RunSettings:
         }
 
 
-def plain_integer(value: int | None) -> int | None:
-    """An integer of NumPy as one of Python, which JSON supports; other values as they are."""
-    if isinstance(value, np.integer):
-        return int(value)
+def plain_number(value: N) -> N:
+    """A number of NumPy as one of Python, which JSON supports; other values as they are."""
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
     return value

@@ -262,7 +262,7 @@ def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainSt
     """Warns if a run that is resumed has other settings than those that its checkpoint was saved
     with, so that its results are not those of an uninterrupted run."""
     now = settings.of_results
-    before = saved.get(SETTINGS, now)  # older checkpoints have none
+    before = saved.get(SETTINGS, now)  # checkpoints of version 0.1.0 have none
     changed = [name for name in now if before.get(name) != now[name]]
     if changed and is_main():
         logger.warning(

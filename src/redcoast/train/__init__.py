@@ -6,6 +6,6 @@ user's loss, `_microbatches.py` differentiates it, and `_optimizer.py` calls the
 `_compile.py` compiles steps over the shardings of a plan, `_programs.py` keeps what was compiled
 for later runs, and `_prepare.py` does all of it for a loop of the user's own.
 
-The matrices of `_muon.py`, `_soap.py` and `_shampoo.py` are divided over devices in `_divide.py`,
-which `_exchange.py` sends.
+`_divide.py` divides the matrices of `_muon.py`, `_soap.py` and `_shampoo.py` over devices, which
+send them to each other with `_exchange.py`.
 """

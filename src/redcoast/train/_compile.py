@@ -34,13 +34,8 @@ from ..distributed._arrays import abstract_batch, place_array, put, stays_on_hos
 from ..distributed._emulation import call_watched, overdue_on
 from ..tracking._metrics import PackedMetrics
 from ._compiler_options import Option, Options, check_compiler_options, compiler_options_for
-from ._flat_function import (
-    call_debugged,
-    flatten_step,
-    is_debugged,
-    type_of,
-    unwrap_constants,
-)
+from ._debug_settings import call_debugged, is_debugged
+from ._flat_function import flatten_step, type_of, unwrap_constants
 from ._last_state import FlatState, LastState, Outline, as_tree
 from ._programs import compiled_once, jit_donating
 from ._step_messages import (

@@ -14,7 +14,8 @@ from ..core._pytree import Arrays, Static, split
 from ..core._tracing import missing_mesh
 from ..distributed._arrays import place_batch
 from ..distributed._emulation import call_watched, overdue_on
-from ._flat_function import call_debugged, flatten_arguments, is_debugged, type_of
+from ._debug_settings import call_debugged, is_debugged
+from ._flat_function import flatten_arguments, type_of
 from ._programs import compiled_once
 
 T = TypeVar("T")

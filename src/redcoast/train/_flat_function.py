@@ -1,9 +1,7 @@
 """Functions of trees as functions of flat lists of arrays, which `jax.jit` calls faster."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -13,8 +11,6 @@ from jaxtyping import PyTree
 from ..core._pytree import NUMBERS, Arrays, Static, join, map_where, split
 from ..core._tracing import traced_over
 from ._step_messages import first_difference, state_and_aux
-
-T = TypeVar("T")
 
 
 @jax.tree_util.register_static
@@ -78,22 +74,3 @@ def type_of(x: object) -> Hashable:
     if isinstance(x, np.ndarray | np.generic | jax.ShapeDtypeStruct):
         return x.shape, x.dtype
     return type(x)
-
-
-def is_debugged() -> bool:
-    """Whether the user's functions are to be debugged: JAX runs them operation by operation, at
-    once or after a program of them has computed NaN."""
-    settings = "jax_disable_jit", "jax_debug_nans", "jax_debug_infs"
-    return any(getattr(jax.config, name) for name in settings)
-
-
-def call_debugged(run: Callable[..., T], *args: PyTree) -> T:
-    """Calls a jitted function so that JAX checks its results, if it has been asked to."""
-    # JAX switches this off for a while where it traces a derivative or a loop, and then checks no
-    # program of this thread any more, until the setting is made again.
-    with contextlib.ExitStack() as stack:
-        if getattr(jax.config, "jax_debug_nans"):  # noqa: B009  # it has no type
-            stack.enter_context(jax.debug_nans(True))
-        if getattr(jax.config, "jax_debug_infs"):  # noqa: B009
-            stack.enter_context(jax.debug_infs(True))
-        return run(*args)

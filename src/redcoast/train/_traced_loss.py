@@ -14,7 +14,7 @@ from ..core._jaxpr import as_traced
 from ..core._pytree import Arrays, Static, abstract_array, join, split
 from ..core._target import sequence_parts, target
 from ..core._tracing import traced_mesh
-from ._flat_function import is_debugged
+from ._debug_settings import is_debugged
 from ._loss import check_metrics
 
 
@@ -57,8 +57,7 @@ def traced_once(loss_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 def _trace_key(arrays: Arrays, static: Static) -> Hashable | None:
     """What a trace depends on, or None if the function is to be called itself."""
-    # Then it is debugged, operation by operation.
-    if is_debugged():
+    if is_debugged():  # operation by operation, without a trace
         return None
     try:
         hash(static)

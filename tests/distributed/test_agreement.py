@@ -1,6 +1,7 @@
 """What processes compare: equal programs are equal in all of them, and different ones are named."""
 
 import functools as ft
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import redcoast as rc
 from redcoast.core import _program_lines
 from redcoast.core._program_lines import program_lines
+from redcoast.distributed import _kv_store
 from redcoast.distributed._agreement import Listing, agree, program_listing, tree_listing
 from redcoast.loop import _first_examples
 
@@ -81,6 +83,17 @@ def test_values_that_only_one_process_has_differ(together):
     errors = together(lambda: agree({"a": 1}), lambda: agree({"a": 1, "b": 2}))
     assert errors[0] == errors[1]
     assert "b: null on process 0; 2 on process 1." in errors[0]
+
+
+def test_numbers_of_numpy_are_exchanged(monkeypatch):
+    """JSON has none, and a batch size or the decay of an average may be one."""
+    texts: dict[str, str] = {}
+    store = SimpleNamespace(key_value_set=texts.__setitem__, key_value_delete=texts.pop)
+    monkeypatch.setattr(_kv_store, "key_value_store", lambda: store)
+    monkeypatch.setattr(_kv_store, "_wait", lambda *_: next(iter(texts.values())))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    values = _kv_store.exchange("numbers of NumPy", [np.int64(4), {"average": np.float32(0.5)}])
+    assert values == [[4, {"average": 0.5}]] * 2
 
 
 def test_a_longer_listing_and_long_lines(together):

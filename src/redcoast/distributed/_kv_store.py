@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 import jax
+import numpy as np
 
 from ._private_jax import key_value_store
 from ._rendezvous import name_processes
@@ -45,16 +46,16 @@ def is_main() -> bool:
 def exchange(topic: str, value: object, *, timeout: float = TIMEOUT) -> list[Any]:
     """Gathers a value from all processes, all of which must call this.
 
-    The value is of a type that JSON supports, and `topic` is what it is, for messages. Returns the
-    values in the order of the processes. Raises `ProcessLost` if one of them has failed meanwhile,
-    and `TimeoutError` if some did not respond in time.
+    The value is of a type that JSON supports, but may have numbers of NumPy. `topic` is what it is,
+    for messages. Returns the values in the order of the processes. Raises `ProcessLost` if one of
+    them has failed meanwhile, and `TimeoutError` if some did not respond in time.
     """
     count, own = jax.process_count(), jax.process_index()
     if count == 1:
         return [value]
     store, number = key_value_store(), next(_rounds[topic])
     key = f"redcoast/{topic}/{number}"
-    store.key_value_set(f"{key}/{own}", json.dumps(value))
+    store.key_value_set(f"{key}/{own}", json.dumps(value, default=_as_plain_number))
     deadline = time.monotonic() + timeout
     texts: list[str] = []
     missing: list[int] = []
@@ -99,6 +100,13 @@ def reset_failures() -> None:
     """Discards the failures reported so far; called when a run starts or ends."""
     global _run
     _run = next(_runs)
+
+
+def _as_plain_number(value: object) -> Any:
+    """A number of NumPy, which JSON does not support, as one of Python."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"A value to exchange is of type {type(value).__name__}, which JSON lacks.")
 
 
 def _failed() -> str:

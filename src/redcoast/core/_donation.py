@@ -47,7 +47,9 @@ def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
         return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if is_deleted(x):
-            array = f"array at {show_path(path)}".removesuffix(" at ")
+            array = "array"
+            if path:
+                array = f"array at {show_path(path)}"
             raise ValueError(
                 f"{what} was donated to an earlier step, and its memory holds the new state: the "
                 f"{array} can no longer be read. {advice}"

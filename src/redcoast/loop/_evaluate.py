@@ -387,9 +387,12 @@ def run_evaluation(
         raise ValueError(
             "The examples have a total `weight` of 0, so there is nothing to take a mean of."
         )
+    divisor = total
+    if total == 0:
+        divisor = math.nan  # the mean over nothing
     for name in sums:
         if name != "weight":
-            sums[name] /= total or math.nan  # the mean over nothing
+            sums[name] /= divisor
     return sums
 
 

@@ -552,10 +552,10 @@ def test_a_resumed_run_says_that_it_has_other_settings(tmp_path, caplog):
     run = ft.partial(fit, **options, average=0.9)
     run(steps=1)
     run(steps=2)
-    assert "before it had" not in caplog.text
+    assert "where it is resumed" not in caplog.text
     run(steps=3, batch_size=8, compute_dtype=jnp.bfloat16, average=0.99)
-    assert "From step 3 on, the run has batch_size=8, compute_dtype=bfloat16" in caplog.text
-    assert "before it had batch_size=16, compute_dtype=None, average=0.9" in caplog.text
+    assert "The run has batch_size=8, compute_dtype=bfloat16" in caplog.text
+    assert "had batch_size=16, compute_dtype=None, average=0.9 up to step 2" in caplog.text
 
 
 @pytest.mark.few("<lambda>")

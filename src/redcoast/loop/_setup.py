@@ -266,12 +266,12 @@ def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainSt
     changed = [name for name in now if before.get(name) != now[name]]
     if changed and is_main():
         logger.warning(
-            "From step %d on, the run has %s, and before it had %s. It goes on with the next "
-            "examples, but its results are not those of a run without an interruption. Choose "
-            "another directory for a new run.",
-            int(restored.step) + 1,
+            "The run has %s, and had %s up to step %d, where it is resumed. It goes on with the "
+            "next examples, but its results are not those of a run without an interruption. "
+            "Choose another directory for a new run.",
             several([f"{name}={now[name]}" for name in changed]),
             several([f"{name}={before.get(name)}" for name in changed]),
+            int(restored.step),
         )
 
 

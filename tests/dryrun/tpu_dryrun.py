@@ -153,6 +153,6 @@ def test_the_peak_is_what_the_compiler_accepts():
     lowered = jitted.lower(weights, momentum, batch)
     peak = peak_bytes(lowered.compile().memory_analysis(), "tpu") // 2**20
     # Beside the peak, the compiler needs 16 MiB to copy to and from the host.
-    lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": peak + 32})
+    lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": str(peak + 32)})
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": peak - 32})
+        lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": str(peak - 32)})

@@ -7,6 +7,7 @@ functions whose annotations name arrays. Those of other functions are checked by
 import collections
 import dataclasses
 import inspect
+import types
 import typing
 from typing import Any
 
@@ -30,7 +31,7 @@ def check_annotations(f: Any = None, *, typechecker) -> Any:
         return f
     # beartype would put a generator of its own around one, which closes it where it should throw.
     plain = inspect.isfunction(f) and not inspect.isgeneratorfunction(f)
-    if plain:
+    if isinstance(f, types.FunctionType) and plain:
         # Generated code of two classes with the same fields is equal.
         place = f.__module__, f.__qualname__, f.__code__
         made[place] += 1

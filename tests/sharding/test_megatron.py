@@ -327,12 +327,15 @@ def test_queries_beside_a_feed_forward_network_are_not_keys():
         wo: jax.ShapeDtypeStruct
         up: jax.ShapeDtypeStruct
         down: jax.ShapeDtypeStruct
-        heads: int = 8
-        kv_heads: int = 1
+        heads: int
+        kv_heads: int
 
     sizes = [(512, 512), (512, 64), (512, 64), (512, 512), (512, 2048), (2048, 512)]
     arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in sizes]
-    tree = {"embed": jax.ShapeDtypeStruct((4096, 512), np.float32), "layers": [Parallel(*arrays)]}
+    tree = {
+        "embed": jax.ShapeDtypeStruct((4096, 512), np.float32),
+        "layers": [Parallel(*arrays, heads=8, kv_heads=1)],
+    }
     dims = split_dims(tree, 4)
     assert dims["layers.0.wq"] == dims["layers.0.up"] == 1
     assert dims["layers.0.wo"] == dims["layers.0.down"] == 0

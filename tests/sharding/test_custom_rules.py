@@ -50,8 +50,8 @@ def test_rules_learn_what_is_differentiated_and_which_results_are_used():
 
 
 def check_equal(results, expected):
-    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-6)
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
 
 
 def in_scan(rule):
@@ -71,8 +71,8 @@ def in_batches(rule):
     """A loss with a function for each example, in fewer batches than there are devices."""
 
     def loss_fn(params, batch, key):
-        one = lambda x: rule(params["weight"], jnp.tanh(x)[None])[0][0]
-        return jnp.mean(jax.lax.map(one, batch, batch_size=8) ** 2)
+        of_example = lambda x: rule(params["weight"], jnp.tanh(x)[None])[0][0]
+        return jnp.mean(jax.lax.map(of_example, batch, batch_size=8) ** 2)
 
     return loss_fn
 

@@ -169,7 +169,7 @@ def test_a_field_is_split_along_its_height():
     assert temporaries(program) < temporaries(alone) / 4
     # Convolutions and interpolations exchange halos, and no activation is gathered.
     sent = collectives(program.as_text(), mesh)
-    assert not any(one.kind == "all-gather" for one in sent)
+    assert not any(x.kind == "all-gather" for x in sent)
     np.testing.assert_allclose(
         program(UNET, batch, None)["up"], alone(UNET, batch, None)["up"], atol=1e-6
     )
@@ -183,9 +183,9 @@ def test_halos_are_priced_as_they_are_sent():
     params = {"a": normal(8, 2, 3, 3), "b": normal(8, 8, 5, 5), "c": normal(2, 8, 3, 3)}
     mesh = mesh_of((8, 1, 1))
     plan, program = compiled(loss, params, normal(1, 2, 64, 32), mesh)
-    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
+    priced = {x.cause: x.bytes for x in plan.report.program.traffic}
     found = collectives(program.as_text(), mesh)
-    permuted = sum(one.sent_bytes for one in found if one.kind == "collective-permute")
+    permuted = sum(x.sent_bytes for x in found if x.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
 
 
@@ -228,7 +228,7 @@ def test_halos_of_second_derivatives_are_priced_as_they_are_sent(of, energy):
     loss, mesh = of(energy), mesh_of((8, 1, 1))
     params, batch = {"a": normal(8, 2, 3, 3) / 3, "b": normal(8, 8, 3, 3) / 3}, normal(1, 2, 32, 32)
     plan, priced, sent = planned_and_sent(loss, params, batch, mesh)
-    permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
+    permuted = sum(x.sent_bytes for x in sent if x.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == permuted
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
@@ -256,7 +256,7 @@ def test_positions_that_are_looked_up_leave_a_sequence_to_be_split():
     step = jax.jit(jax.grad(plan.constrain(loss)), out_shardings=plan.shardings)
     sent = collectives(step.lower(params, batch, None).compile().as_text(), mesh)
     priced = sum(traffic.bytes for traffic in plan.report.program.traffic)
-    assert priced == pytest.approx(sum(one.sent_bytes for one in sent), rel=0.01)
+    assert priced == pytest.approx(sum(x.sent_bytes for x in sent), rel=0.01)
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
@@ -275,8 +275,8 @@ def test_windows_reach_over_several_parts(pooled):
     params, batch = {"a": normal(4, 2, 7, 3), "b": normal(2, 4, 7, 1)}, normal(1, 2, 16, 64)
     mesh = mesh_of((8, 1, 1))
     plan, priced, sent = planned_and_sent(loss, params, batch, mesh)
-    assert not [one for one in sent if one.kind == "all-gather"]
-    permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
+    assert not [x for x in sent if x.kind == "all-gather"]
+    permuted = sum(x.sent_bytes for x in sent if x.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
@@ -287,12 +287,12 @@ def test_spectra_are_split_along_another_dimension_until_the_inverse_transform()
     mesh = mesh_of((8, 1, 1))
     plan, program = compiled(spectral, SPECTRAL, normal(1, 2, 64, 32), mesh)
     sent = collectives(program.as_text(), mesh)
-    turned = [one for one in sent if one.kind == "all-to-all"]
+    turned = [x for x in sent if x.kind == "all-to-all"]
     assert len(turned) == 2 * 4
-    of_turned = sum(one.sent_bytes for one in turned)
+    of_turned = sum(x.sent_bytes for x in turned)
     # What selects low frequencies sends next to nothing.
-    assert sum(one.sent_bytes for one in sent) < 1.15 * of_turned
-    priced = {one.cause: one.bytes for one in plan.report.program.traffic}
+    assert sum(x.sent_bytes for x in sent) < 1.15 * of_turned
+    priced = {x.cause: x.bytes for x in plan.report.program.traffic}
     assert priced["all-to-alls around Fourier transforms"] == pytest.approx(of_turned, rel=0.1)
 
 
@@ -319,10 +319,10 @@ def test_products_of_pairs_stay_split_along_the_rows():
     program = jax.jit(jax.grad(plan.constrain(loss))).lower(params, batch, None).compile()
     sent = collectives(program.as_text(), mesh)
     # Of each of two blocks: three times an operand, and the cotangent of the sum.
-    assert sum(one.operand_bytes for one in sent if one.kind == "all-gather") == batch.nbytes
-    assert not [one for one in sent if one.kind == "all-to-all"]
-    priced = sum(one.bytes for one in plan.report.program.traffic)
-    assert priced == pytest.approx(sum(one.sent_bytes for one in sent), rel=0.05)
+    assert sum(x.operand_bytes for x in sent if x.kind == "all-gather") == batch.nbytes
+    assert not [x for x in sent if x.kind == "all-to-all"]
+    priced = sum(x.bytes for x in plan.report.program.traffic)
+    assert priced == pytest.approx(sum(x.sent_bytes for x in sent), rel=0.05)
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
     # GPUs and TPUs scatter the sums, which are split along another dimension: half as many bytes.
     scattered = plan_of(loss, params, batch, mesh, replace(TIGHT, adds_first=False))
@@ -331,7 +331,7 @@ def test_products_of_pairs_stay_split_along_the_rows():
 
 def sums_of(plan):
     traffic = plan.report.program.traffic
-    return sum(one.bytes for one in traffic if one.cause.startswith("sums over"))
+    return sum(x.bytes for x in traffic if x.cause.startswith("sums over"))
 
 
 @pytest.mark.few("symmetric")
@@ -367,7 +367,7 @@ def test_operands_that_are_transposed_later_are_not_gathered():
     _, program = compiled(loss, params, batch, mesh)
     sent = collectives(program.as_text(), mesh)
     # The operand of the last product alone is gathered, forward and backward.
-    assert sum(one.count for one in sent if one.kind == "all-gather") == 2
+    assert sum(x.count for x in sent if x.kind == "all-gather") == 2
 
 
 @pytest.mark.thorough
@@ -387,8 +387,8 @@ def test_rolls_are_priced_in_layers_that_share_a_program():
     params, batch = [normal(8, 8) / 8] * 4, normal(1, 32, 32, 8)
     mesh = mesh_of((8, 1, 1))
     plan, program = compiled(loss, params, batch, mesh)
-    sent = sum(one.sent_bytes for one in collectives(program.as_text(), mesh))
-    priced = sum(one.bytes for one in plan.report.program.traffic)
+    sent = sum(x.sent_bytes for x in collectives(program.as_text(), mesh))
+    priced = sum(x.bytes for x in plan.report.program.traffic)
     assert priced == pytest.approx(sent, rel=0.25)
 
 
@@ -403,13 +403,13 @@ def test_nodes_are_gathered_once_for_all_lookups_and_their_cotangents_added_firs
     sent = collectives(program.as_text(), mesh)
     nodes = batch.size * batch.itemsize
     # The nodes of two rounds, and the cotangents of the messages that are added to them.
-    gathered = [one for one in sent if one.kind == "all-gather"]
-    assert sum(one.operand_bytes * 8 for one in gathered) == 4 * nodes
+    gathered = [x for x in sent if x.kind == "all-gather"]
+    assert sum(x.operand_bytes * 8 for x in gathered) == 4 * nodes
     # The messages of two rounds, the cotangent of the nodes in between, and those of the matrix.
-    summed = sum(one.operand_bytes for one in sent if one.kind == "all-reduce")
+    summed = sum(x.operand_bytes for x in sent if x.kind == "all-reduce")
     assert summed == pytest.approx(3 * nodes + 2 * 128 * 64 * 4, rel=0.01)
-    priced = sum(one.bytes for one in plan.report.program.traffic)
-    assert priced == pytest.approx(sum(one.sent_bytes for one in sent), rel=0.1)
+    priced = sum(x.bytes for x in plan.report.program.traffic)
+    assert priced == pytest.approx(sum(x.sent_bytes for x in sent), rel=0.1)
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
@@ -495,8 +495,8 @@ def test_interpolations_exchange_halos_alone(name):
     params, batch = {"a": normal(4, 2, 3, 3), "b": normal(2, 4, 3, 3)}, normal(1, 2, 64, 16)
     mesh = mesh_of((8, 1, 1))
     plan, priced, sent = planned_and_sent(loss, params, batch, mesh)
-    assert {one.kind for one in sent} <= {"all-reduce", "collective-permute"}
-    permuted = sum(one.sent_bytes for one in sent if one.kind == "collective-permute")
+    assert {x.kind for x in sent} <= {"all-reduce", "collective-permute"}
+    permuted = sum(x.sent_bytes for x in sent if x.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 

@@ -152,8 +152,10 @@ def split_key_of_run(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 def is_model(model_or_init_fn: PyTree) -> bool:
     """Whether this is a model, which may be callable, and not a function that creates one."""
-    is_array = lambda x: isinstance(x, (*ARRAYS, jax.ShapeDtypeStruct))
-    return any(map(is_array, jax.tree.leaves(model_or_init_fn)))
+    for leaf in jax.tree.leaves(model_or_init_fn):
+        if isinstance(leaf, (*ARRAYS, jax.ShapeDtypeStruct)):
+            return True
+    return False
 
 
 def state_of_model(

@@ -207,7 +207,12 @@ def pull_back(
     for result in results:
         zeros.append(ad.Zero(ShapedArray(result.shape, result.dtype).to_tangent_aval()))
     pulled = pull(replace_chosen(zeros, used, cotangents))
-    return [None if is_float0(x) else x for x in pulled]
+    arrays: Arrays = []
+    for x in pulled:
+        if is_float0(x):  # of an integer
+            x = None
+        arrays.append(x)
+    return arrays
 
 
 # Not a closure: JAX compares the functions in PyTrees.

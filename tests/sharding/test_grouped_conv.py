@@ -60,7 +60,7 @@ def test_gradients_are_right(sizes, channels):
 def test_and_wrong_without_the_protection(sizes, monkeypatch):
     # Fails when the compiler is mended, and the protection can go.
     monkeypatch.setattr(
-        "redcoast.sharding.constrain._grouped_conv.is_grouped", lambda equation: False
+        "redcoast.sharding.constrain._split_conv.is_grouped", lambda equation: False
     )
     params, batch = make(6)
     plan = rc.plan_shardings(params, rc.make_mesh(**sizes), fn=loss_fn, args=(batch, None))

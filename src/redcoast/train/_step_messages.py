@@ -146,7 +146,7 @@ def first_difference(argument: PyTree, returned: PyTree) -> str:
 def refuse_wrong_gradients(jaxpr: AnyJaxpr, mesh: Mesh) -> None:
     """Raises if the jaxpr has a convolution that XLA partitions wrongly on this mesh.
 
-    `sharding/constrain/_grouped_conv.py` describes the defect. Inside `jax.shard_map` XLA
+    `sharding/constrain/_split_conv.py` describes the defect. Inside `jax.shard_map` XLA
     partitions nothing.
     """
     # The defect needs both kinds of axes.

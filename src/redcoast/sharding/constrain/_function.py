@@ -32,10 +32,10 @@ from ..solver._split_examples import (
 )
 from ..tree._leaf_plans import Compute
 from ..tree._overrides import axes_of_spec
-from ._grouped_conv import is_grouped
 from ._interpreter import CannotRebind, run_constrained
 from ._recompute import Recomputed
 from ._shardings import Shardings, find_shardings
+from ._split_conv import is_grouped
 
 
 class Unconstrained(UserWarning):

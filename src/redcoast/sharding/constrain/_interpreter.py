@@ -27,7 +27,6 @@ from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
 from .._mesh_axes import parts
 from ..operations import Atom, shape_of
-from ..operations._elementwise_rules import ELEMENTWISE
 from ..operations._rule_table import LARGE_OPERATIONS
 from ..operations._scan_over_rows import sums_over_iterations
 from ..pipeline._draws import draw_rows
@@ -35,7 +34,7 @@ from ..pipeline._run_pipeline import PipelineLayout, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._batch import created_rows
 from ..program._loop_weights import gets_copies
-from ..program._program import LARGE_CONSTANT, follow_program
+from ..program._program import follow_program
 from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..solver._layout import STORAGE_AXES
@@ -52,17 +51,17 @@ from ._custom_rules import (
     with_mesh_in_rule,
 )
 from ._gathered_layers import gather_again
-from ._grouped_conv import run_grouped
 from ._local_choice import REFUSALS, choose_region, has_symbolic_rule, used_results
 from ._local_operation import acts_on_parts, run_operation
 from ._local_region import keep_ended, waits_for_rows
 from ._shardings import Shardings, find_shardings, sharded_dim
-from ._split_conv import POOLING, run_split_conv, run_split_pool
+from ._split_conv import POOLING, run_local_conv, run_split_pool
 from ._split_fft import run_split_fft, writes_slice
 from ._split_interpolation import run_split_interpolation
 from ._split_lookup import run_split_lookup
 from ._split_pad import run_split_pad
 from ._split_product import run_split_product
+from ._stored_arrays import StoredArrays, spec_of_layers, stored_variables
 
 
 class CannotRebind(Exception):
@@ -82,74 +81,33 @@ def run_constrained(
 ) -> Arrays:
     """Evaluates a jaxpr with its activations constrained.
 
-    `stored` selects the inputs that are arrays of the model. They are constrained where they are
-    used, inside loops and calls, and so FSDP-sharded ones are gathered there. `specs` are those by
-    which inputs are FSDP-sharded. `copies` has one copy of a weight for each shard of the batch.
+    `stored` selects the inputs that are arrays of the model, which are constrained where they are
+    used (`_stored_arrays.py`). `specs` are those by which inputs are FSDP-sharded. `copies` has one
+    copy of a weight for each shard of the batch.
     """
     jaxpr = scope.jaxpr
-    arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
-    env: dict[Var, Any] = dict(arguments)
-    waiting = _stored_variables(scope, shardings, stored)  # until they are used
-    copies = dict(copies or {})  # with those that equations rearrange
-    # With those of casts and of layers.
+    env: dict[Var, Any] = dict(zip(jaxpr.constvars, scope.consts, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
     spec_of: dict[Atom, P | None] = dict(zip(jaxpr.invars, specs, strict=False))
+    arrays = StoredArrays(
+        scope, shardings, env, stored_variables(scope, shardings, stored), spec_of
+    )
+    copies = dict(copies or {})  # with those that equations rearrange
     tables: Tables = {}
-    gathered: set[Atom] = set()  # arrays of the model that have a constraint
-    looked_up: dict[Atom, jax.Array] = {}
-
-    def gather(atom: Atom, x: Any) -> Any:
-        if isinstance(atom, Literal):
-            return x
-        if atom in waiting:
-            env[atom] = shardings.constrain(env[atom], scope.values[atom])
-            waiting.discard(atom)
-            gathered.add(atom)
-        return env[atom]
-
-    def gather_for_lookups(atom: Atom, x: Any) -> Any:
-        """An array of the model with a constraint of its own for lookups.
-
-        XLA joins the cotangents of the lookups and of the products of a tied embedding to one
-        scatter, for which it sums those of the products over devices first. With the constraint
-        between them, it adds both on each device, and sums over devices once.
-        """
-        if isinstance(atom, Literal) or not (atom in waiting or atom in gathered):
-            return x
-        if atom not in looked_up:
-            looked_up[atom] = shardings.constrain(env[atom], scope.values[atom])
-        return looked_up[atom]
 
     def handle(index: int, equation: JaxprEqn, operands: Arrays) -> Arrays:
-        name = equation.primitive.name
-        flow = control_flow(equation)
+        name, flow = equation.primitive.name, control_flow(equation)
         inner = scope.inner.get(index, [])
         if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
             # What replaces transformations of its own has no other form that has the same ones.
             inner = []
+        if arrays.takes_layers(equation):
+            arrays.add_layers(equation)
+        elif arrays.is_cast(equation):
+            return [arrays.cast(equation, operands)]
         # Loops and calls gather inside, where a layer is used.
-        is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
-        if _is_one_array(equation.invars, is_stored) and _keeps_layers(equation, scope, shardings):
-            waiting.update(equation.outvars)
-            (stack,) = itertools.compress(equation.invars, is_stored)
-            spec = _spec_of_layers(spec_of.get(stack), *map(_rank, (stack, *equation.outvars)))
-            spec_of[equation.outvars[0]] = spec
-        elif any(is_stored) and _narrows(equation, scope):
-            # What is gathered and reduce-scattered is the cast array.
-            spec = spec_of.get(equation.invars[0])
-            if spec is not None:
-                waiting.update(equation.outvars)
-                spec_of[equation.outvars[0]] = spec
-                return [shardings.with_spec(bind_again(equation, operands)[0], spec)]
-            operands = list(map(gather, equation.invars, operands))
-            gathered.update(equation.outvars)  # lookups in what is cast have their own constraint
-        elif name == "gather":
-            table, *indices = equation.invars
-            operands = [
-                gather_for_lookups(table, operands[0]),
-                *map(gather, indices, operands[1:]),
-            ]
         elif not inner:
-            operands = list(map(gather, equation.invars, operands))
+            operands = arrays.gather_all(equation, operands)
         if name in ("dot_general", "conv_general_dilated"):
             for place, atom in enumerate(equation.invars):
                 if not isinstance(atom, Literal):
@@ -157,14 +115,17 @@ def run_constrained(
                     operands[place] = shardings.constrain_operand(operands[place], value)
         if name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
-        is_stored = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
         if isinstance(flow, Call) and inner:
-            waiting.update(_passed_on(equation, inner[0], is_stored))
-        passed: list[P | None] = []
-        for atom, waits in zip(equation.invars, is_stored, strict=True):
-            passed.append(spec_of.get(atom) if waits else None)
+            arrays.add_returned(equation, inner[0])
         bound = BoundEquation(
-            equation, scope, inner, shardings, operands, is_stored, passed, tables
+            equation=equation,
+            scope=scope,
+            inner=inner,
+            shardings=shardings,
+            operands=operands,
+            stored=arrays.are_stored(equation.invars),
+            specs=arrays.specs_of(equation.invars),
+            tables=tables,
         )
         try:
             results = _run(bound, flow, copies)
@@ -183,72 +144,6 @@ def run_constrained(
         if isinstance(atom, Literal):
             results[place] = as_traced(results[place], atom)
     return results
-
-
-def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> set[Var]:
-    """The inputs and large constants that are sharded in storage."""
-    # `stored` may be shorter than the inputs: the others are not.
-    variables = set(itertools.compress(scope.jaxpr.invars, stored))
-    for var in scope.jaxpr.constvars:
-        value = scope.values[var]
-        if value.bytes >= LARGE_CONSTANT and any(shardings.spec(value)):
-            variables.add(var)
-    return variables
-
-
-def _passed_on(equation: JaxprEqn, called: Scope, stored: Sequence[bool]) -> list[Var]:
-    """The results of a call that are operands which are sharded in storage."""
-    operands = set(itertools.compress(called.jaxpr.invars, stored))
-    results = zip(equation.outvars, called.jaxpr.outvars, strict=True)
-    return [var for var, atom in results if not isinstance(atom, Literal) and atom in operands]
-
-
-def _is_one_array(atoms: Sequence[Atom], stored: Sequence[bool]) -> bool:
-    """Whether the operands are one that is sharded in storage, and numbers."""
-    for atom, is_stored in zip(atoms, stored, strict=True):
-        if not is_stored and shape_of(atom):
-            return False
-    return sum(stored) == 1
-
-
-def _keeps_layers(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> bool:
-    """Whether an equation casts or scales a stack of layers, or divides it into smaller ones."""
-    results = values_of(scope, equation.outvars)
-    operands = [value for value in map(scope.value_of, equation.invars) if value and value.shape]
-    if len(operands) != 1 or len(results) != 1:
-        return False
-    (operand,), (result,) = operands, results
-    params, layer = equation.params, operand.shape[1:]
-    match primitive_name(equation):
-        case "squeeze":
-            return operand.shape[0] == 1 and params["dimensions"] == (0,)
-        case "slice":
-            divides = result.shape[1:] == layer
-        case "reshape":
-            divides = result.shape[len(result.shape) - len(layer) :] == layer
-        case name:
-            divides = name in ELEMENTWISE and result.shape == operand.shape
-    return divides and operand.dims[0] in shardings.stacks
-
-
-def _rank(atom: Atom) -> int:
-    return len(shape_of(atom))
-
-
-def _spec_of_layers(spec: P | None, rank: int, new_rank: int) -> P | None:
-    """The spec of a layer, or of another stack, that is taken from a stack of layers."""
-    if spec is None or any(spec[:1]):
-        return None
-    layer = [*spec[1:], *[None] * (rank - max(1, len(spec)))]
-    return P(*[None] * (new_rank - len(layer)), *layer)
-
-
-def _narrows(equation: JaxprEqn, scope: Scope) -> bool:
-    """Whether an equation casts an array to a dtype of at most as many bytes."""
-    if primitive_name(equation) != "convert_element_type":
-        return False
-    (before,), (after,) = values_of(scope, equation.invars), values_of(scope, equation.outvars)
-    return after.bytes <= before.bytes
 
 
 def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays) -> Arrays:
@@ -488,7 +383,8 @@ def _scan(bound: BoundEquation, scan: Scan) -> Arrays:
     # Constants are gathered before the loop, and layers in it.
     specs: list[P | None] = [None] * (len(consts) + len(init))
     for spec, var in zip(scan.split(bound.specs)[2], scan.split(equation.invars)[2], strict=True):
-        specs.append(_spec_of_layers(spec, _rank(var), _rank(var) - 1))
+        rank = len(shape_of(var))
+        specs.append(spec_of_layers(spec, rank, rank - 1))
 
     def body(inputs: Arrays) -> Arrays:
         consts, carry, xs = scan.split(inputs)
@@ -563,7 +459,7 @@ def _cond(bound: BoundEquation) -> Arrays:
 # What runs a primitive otherwise than it is, tried in this order. None leaves it to the next, and
 # to the usual evaluation after all.
 _HANDLERS: dict[str, tuple[Handler, ...]] = {
-    "conv_general_dilated": (run_split_conv, run_grouped),
+    "conv_general_dilated": (run_local_conv,),
     "dot_general": (run_split_interpolation, run_split_product),
     "fft": (run_split_fft,),
     "gather": (run_split_interpolation, run_split_lookup),

@@ -1,12 +1,17 @@
-"""Runs convolutions and pooling of split examples in `jax.shard_map`.
+"""Runs convolutions in groups, and convolutions and pooling of split examples, in `jax.shard_map`.
 
-Every device gets the rows that its windows need from its neighbours, and computes its part of the
-result. A dimension whose parts need as much as the whole dimension is gathered.
+XLA partitions the gradient of a grouped kernel wrongly, a convolution with `batch_group_count > 1`.
+If its batch is sharded over one mesh axis and another axis is unused, it adds the same terms once
+for each device of the unused axis (JAX 0.4.35 to 0.10.2). The gradient is then too large by the
+size of that axis; the loss is correct. Inside `jax.shard_map` XLA partitions nothing, and JAX sums
+the gradient over the axes that the batch is sharded over.
 
-XLA's own partitioner gathers the operands of grouped and of transposed convolutions. It ends the
-process at some strides, paddings and sizes that do not divide, and gives wrong gradients at others:
-it adds terms once for each device of an axis that does not split the space, and loses parts of the
-gradient of pooling whose windows overlap (JAX 0.10.2 to 0.12).
+Of a split example, every device gets the rows that its windows need from its neighbours, and
+computes its part of the result. A dimension whose parts need as much as the whole dimension is
+gathered. XLA's own partitioner gathers the operands of grouped and of transposed convolutions. It
+ends the process at some strides, paddings and sizes that do not divide, and gives wrong gradients
+at others: it adds terms once for each device of an axis that does not split the space, and loses
+parts of the gradient of pooling whose windows overlap (JAX 0.10.2 to 0.12).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from ...core._control_flow import primitive_name
 from .._mesh_axes import parts
@@ -29,6 +35,7 @@ _PARAMS = (
     "lhs_dilation",
     "dimension_numbers",
     "feature_group_count",
+    "batch_group_count",
     "precision",
     "preferred_element_type",
 )
@@ -37,36 +44,47 @@ _PARAMS = (
 POOLING = "reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add".split()  # noqa: SIM905
 
 
-def run_split_conv(bound: BoundEquation) -> Arrays | None:
-    """The results of a convolution whose space is split; None if it is not."""
+def is_grouped(equation: JaxprEqn) -> bool:
+    """Whether this is a grouped convolution, or the gradient of one."""
+    if primitive_name(equation) != "conv_general_dilated":
+        return False
+    params = equation.params
+    return max(params["feature_group_count"], params["batch_group_count"]) > 1
+
+
+def run_local_conv(bound: BoundEquation) -> Arrays | None:
+    """The results of a convolution in groups, or of one whose space is split; None of others."""
     equation, shardings = bound.equation, bound.shardings
-    if not shardings.splits_examples:
-        return None
-    if makes_kernel(equation):
-        return _kernel_gradient(bound)
     params, numbers = equation.params, equation.params["dimension_numbers"]
-    if params["batch_group_count"] > 1:
-        return None
     values = [*bound.values, *bound.results]  # of the image, of the kernel and of the result
     image, kernel, result = map(shardings.split_axes, values)
     # Each spatial dimension, as a dimension of the image, of the kernel and of the result.
     spatial = list(
         zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     )
-    if not any(image[dims[0]] or result[dims[2]] for dims in spatial):
+    is_split = False
+    if shardings.splits_examples and makes_kernel(equation):
+        results = _kernel_gradient(bound)
+        if results is not None:
+            return results
+    elif shardings.splits_examples and params["batch_group_count"] == 1:
+        is_split = any(image[dims[0]] or result[dims[2]] for dims in spatial)
+    if not is_split and not is_grouped(equation):
         return None
     into, of_kernel, out = [()] * len(image), [()] * len(kernel), [()] * len(result)
     batch, channel = numbers.lhs_spec[:2]
     result_batch, result_channel = numbers.out_spec[:2]
     outputs, inputs = numbers.rhs_spec[:2]
-    if image[batch] == result[result_batch] and values[0].dims[batch] not in shardings.uneven:
+    is_even = values[0].dims[batch] not in shardings.uneven
+    # If the batch itself is in groups, every device computes the whole result.
+    if is_even and params["batch_group_count"] == 1 and image[batch] == result[result_batch]:
         into[batch] = out[result_batch] = image[batch]
     windows: list[SplitWindow] = []
     padding = list(params["padding"])
     for at, dims in enumerate(spatial):
         image_dim, _, result_dim = dims
         axes = image[image_dim]
-        if not axes or axes != result[result_dim]:
+        if not is_split or not axes or axes != result[result_dim]:
             continue
         of_each = [value.shape[d] for value, d in zip(values, dims, strict=True)]
         window = _window(params, at, image_dim, of_each, axes, shardings.mesh.shape)
@@ -81,7 +99,7 @@ def run_split_conv(bound: BoundEquation) -> Arrays | None:
     if groups is not None:
         static["feature_group_count"] = groups
         into[channel] = of_kernel[outputs] = out[result_channel] = image[channel]
-    elif params["feature_group_count"] == 1:
+    elif not is_grouped(equation):
         if image[channel] == kernel[inputs]:
             summed = into[channel] = of_kernel[inputs] = image[channel]
         if kernel[outputs] == result[result_channel] and kernel[outputs] != summed:
@@ -128,7 +146,7 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     summed: list[str] = []
     # Rows of the batch are summed over too.
     rows, field_rows = numbers.lhs_spec[1], numbers.rhs_spec[1]
-    static = {name: params[name] for name in (*_PARAMS, "batch_group_count")}
+    static = {name: params[name] for name in _PARAMS}
     divides = params["feature_group_count"] == 1 and values[0].dims[rows] not in shardings.uneven
     if divides and image[rows] == field[field_rows]:
         of_image[rows] = of_field[field_rows] = image[rows]

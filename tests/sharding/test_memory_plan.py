@@ -17,7 +17,7 @@ from redcoast.dryrun._flops import contractions
 from redcoast.dryrun.hlo import collectives
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.sharding import _plan
-from redcoast.sharding._from_program import plan_flow
+from redcoast.sharding._from_program import plan_program
 from redcoast.sharding._memory_plan import MemoryTask, plan_within
 from redcoast.sharding.constrain._recompute import Recomputed
 from redcoast.sharding.memory import _recompute_solver
@@ -503,7 +503,7 @@ def test_values_are_kept_as_the_step_is_divided_in_the_end():
         if isinstance(fn, Recomputed):
             overrides = [("up", P(None, "model", "fsdp")), ("down", P(None, "fsdp", "model"))]
             seen.append(fn.compute)
-        return plan_flow(
+        return plan_program(
             model, mesh, fn, (batch, None), overrides=overrides, trainable=eqx.is_inexact_array,
             hardware=rc.Hardware(), budget=None, state_bytes=0, updated={}, sequence=sequence,
         )  # fmt: skip

@@ -47,11 +47,14 @@ class PlanCandidate:
         return self.excess, self.layout.decision.seconds
 
 
-def by_rows_or_within(
+def choose_candidate(
     task: PlanTask, budget: int | None, trace_program: Callable[[], Program]
 ) -> PlanCandidate:
-    """The plan, with the batch split by rows if they divide and it fits into memory, or along
-    dimensions of its examples."""
+    """The cheapest plan that splits the batch by rows, if they divide and a step fits into memory,
+    or else along dimensions of its examples.
+
+    `trace_program` traces the program again, whose attention may depend on the number of parts.
+    """
     program, axes = task.program, task.axes
     count = parts(BATCH_AXES, axes)
 
@@ -61,25 +64,25 @@ def by_rows_or_within(
             return program
         return trace_in_parts(number, trace_program)
 
-    def within_examples(splits: Iterable[Split]) -> Iterator[PlanTask]:
+    def tasks_of(splits: Iterable[Split]) -> Iterator[PlanTask]:
         for split in splits:
-            within = apply_split(in_parts(example_parts(split, axes)), split, axes)
-            if within is not None:
-                yield replace(task, program=within)
+            applied = apply_split(in_parts(example_parts(split, axes)), split, axes)
+            if applied is not None:
+                yield replace(task, program=applied)
 
     # A constraint of the program's own on its batch is obeyed.
     if split := constrained_split(program, axes):
-        constrained = list(within_examples([split]))
+        constrained = list(tasks_of([split]))
         if not constrained:
             raise ValueError(_cannot_split(program, split, axes))
         return cheapest_layout(constrained, budget)
-    others = within_examples(splits_of_one(in_parts, axes))
+    with_split_examples = tasks_of(splits_of_one(in_parts, axes))
     # Rows divide: split examples are tried only if activations do not fit.
     if not needs_split(program, count):
         by_rows = cheapest_layout([task], budget)
         if not by_rows.excess:
             return by_rows
-        best = cheapest_layout(others, budget, beside=[by_rows])
+        best = cheapest_layout(with_split_examples, budget, beside=[by_rows])
         # Where nothing fits, the price of a usual plan decides.
         if best.excess:
             return by_rows
@@ -92,10 +95,10 @@ def by_rows_or_within(
     if is_sequence(by_tokens, count):
         # Tokens and rows are compared by their costs.
         tasks.append(replace(task, program=by_tokens))
-    best = cheapest_layout([*tasks, *others], budget)
+    best = cheapest_layout([*tasks, *with_split_examples], budget)
     if best.excess:
         # Two dimensions at once are many candidates, so they are tried last.
-        pairs = within_examples(splits_of_two(in_parts, axes))
+        pairs = tasks_of(splits_of_two(in_parts, axes))
         best = cheapest_layout(pairs, budget, beside=[best])
     return best
 

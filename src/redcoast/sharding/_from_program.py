@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ..core._trainable import trainable_arrays
 from ..distributed._mesh import BATCH_AXES, PIPE
-from ._choose_program import by_rows_or_within, cheapest_layout
+from ._choose_program import cheapest_layout, choose_candidate
 from .pipeline._stages import NoPipeline, Pipeline, pipeline_of
 from .program._program import Program, follow_program
 from .program._shared_programs import once
@@ -43,7 +43,7 @@ class PlannedProgram(NamedTuple):
     report: ProgramReport
 
 
-def plan_flow(
+def plan_program(
     model: PyTree,
     mesh: Mesh | AbstractMesh,
     fn: Callable[..., PyTree],
@@ -101,7 +101,7 @@ def plan_flow(
             pipeline = find_pipeline(layout.decision.batch_axes)
             layout = replace(layout, decision=replace(layout.decision, pipeline=pipeline))
     else:
-        best = by_rows_or_within(task, budget, follow)
+        best = choose_candidate(task, budget, follow)
         task, layout = best.task, best.layout
     decision = layout.decision
     compute = Compute(

@@ -12,6 +12,7 @@ from ._from_program import PlannedProgram
 from .constrain._recompute import Recomputed
 from .memory._recompute_solver import RecomputeCandidate, RecomputeSolver
 from .program._shared_programs import of_another_function
+from .program._trace import Traced
 from .report._data import Recomputation
 from .report._text import scaled
 from .tree._leaf_plans import Compute
@@ -105,13 +106,16 @@ def _recompute_within(
     report, room = planned.report, memory - fixed
     # Frozen arrays have no gradient, so that their products keep less.
     trained = tuple(trainable_arrays(task.model, task.trainable))
-    read = lambda compute: Recomputed(task.fn, task.mesh, compute).read(
-        task.model, task.args, trained
-    )
-    traced, _, solver = read(compute)
+
+    def read(compute: Compute) -> tuple[Traced, RecomputeSolver]:
+        function = Recomputed(task.fn, task.mesh, compute)
+        traced, _, solver = function.read(task.model, task.args, trained)
+        return traced, solver
+
+    traced, solver = read(compute)
     first = solver
     if compute is not planned.compute:
-        _, _, first = read(planned.compute)
+        _, first = read(planned.compute)
     if not traced.trains:
         if must_fit:
             raise ValueError(
@@ -170,7 +174,7 @@ class _Search:
     before: PlannedProgram
     trained: tuple[bool, ...]
     # By the estimates of what is recomputed.
-    known: dict[tuple[float, float], _Attempt] = field(default_factory=dict)
+    attempts: dict[tuple[float, float], _Attempt] = field(default_factory=dict)
 
     def within(self, room: int | float) -> _Attempt:
         """The plan of least time whose activations fit, or the one that needs the least."""
@@ -197,14 +201,14 @@ class _Search:
         if best is not None:
             return best
         self._attempt(0)
-        return min(self.known.values(), key=lambda attempt: attempt.activations)
+        return min(self.attempts.values(), key=lambda attempt: attempt.activations)
 
     def _attempt(self, limit: int | float) -> _Attempt:
         """The plan of a function that recomputes values, with its estimates."""
         candidate = self.solver.least_within(limit)
         key = candidate.bytes, candidate.seconds
-        if key in self.known:
-            return self.known[key]
+        if key in self.attempts:
+            return self.attempts[key]
         recompute = replace(candidate.recompute, trained=self.trained)
         task, before = self.task, self.before.report
         again = Recomputed(task.fn, task.mesh, replace(self.before.compute, recompute=recompute))
@@ -225,8 +229,8 @@ class _Search:
             promotions=before.promotions,
         )
         planned = PlannedProgram(arrays, replace(compute, recompute=recompute), report)
-        self.known[key] = _Attempt(candidate, planned)
-        return self.known[key]
+        self.attempts[key] = _Attempt(candidate, planned)
+        return self.attempts[key]
 
 
 def _offloaded(planned: PlannedProgram) -> PlannedProgram:

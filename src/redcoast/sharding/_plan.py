@@ -439,7 +439,7 @@ def plan_shardings(
     if fn is None:
         return _plan_structure(tree, mesh, overrides)
     # Imported here, so that importing redcoast takes no longer for those who never plan.
-    from ._from_program import plan_flow
+    from ._from_program import PlannedProgram, plan_program
     from ._memory_plan import MemoryTask, plan_within
 
     # The planned function gets constraints, which JAX takes on Auto axes alone.
@@ -455,22 +455,25 @@ def plan_shardings(
     for leaf in like_parameters:
         if leaf.path in parameters:
             updated[places[parameters[leaf.path].path]] += leaf.bytes
+
     # A plan within memory is made several times: of the function, and with values recomputed.
-    plan = lambda planned, sequence: plan_flow(
-        model,
-        auto_mesh,
-        planned,
-        args,
-        overrides=overrides,
-        trainable=trainable,
-        hardware=hardware,
-        budget=budget,
-        state_bytes=sum(leaf.bytes for leaf in like_parameters),
-        updated=updated,
-        sequence=sequence,
-        microbatches=microbatches,
-        accumulate=accumulate,
-    )
+    def plan(planned: Callable[..., PyTree], sequence: bool) -> PlannedProgram:
+        return plan_program(
+            model,
+            auto_mesh,
+            planned,
+            args,
+            overrides=overrides,
+            trainable=trainable,
+            hardware=hardware,
+            budget=budget,
+            state_bytes=sum(leaf.bytes for leaf in like_parameters),
+            updated=updated,
+            sequence=sequence,
+            microbatches=microbatches,
+            accumulate=accumulate,
+        )
+
     limit = memory_limit(memory, hardware)
     # The function may refer to axes of the ambient mesh, which are Explicit outside. Its derivative
     # rules, which are traced where memory is estimated, refer to those of this mesh.

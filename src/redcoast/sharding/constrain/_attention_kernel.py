@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from ...core._jaxpr import bind_local
-from ..operations._rule import shape_of
+from ..operations import Atom, shape_of
 from ..program._trace import Arrays
 from ..tree._overrides import spec_parts
 from ._bound_equation import BoundEquation
@@ -34,7 +34,10 @@ def run_kernel(bound: BoundEquation) -> Arrays | None:
         return None
     # Queries, keys and results have rows and heads, sums of the softmax no channels, segments rows.
     by_rank = {4: P(rows, None, heads), 3: P(rows, heads), 2: P(rows)}
-    spec_of = lambda atom: by_rank[len(shape_of(atom))]
+
+    def spec_of(atom: Atom) -> P:
+        return by_rank[len(shape_of(atom))]
+
     run = jax.shard_map(
         lambda *inputs: tuple(bind_local(equation, inputs, {})),
         mesh=mesh,

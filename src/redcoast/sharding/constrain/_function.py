@@ -1,5 +1,6 @@
 """Constrains the activations of a function to the shardings of a plan."""
 
+import functools as ft
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -170,7 +171,10 @@ class Constrained:
         rows_suffice = for_few_rows and not needs_split(program, count)
         if rows_suffice and not constrained_split(program, sizes):
             return program
-        trace = lambda: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
+
+        def trace() -> Program:
+            return follow_program(self._trace(tree, args), frozen)
+
         if compute.split:
             again = trace_in_parts(example_parts(compute.split, sizes), trace)
             split = apply_split(again, compute.split, sizes)
@@ -188,7 +192,7 @@ class Constrained:
         if self.mesh.shape.get(PIPE, 1) == 1 or not program.traced.trains:
             return shardings
         why = ""
-        trace = lambda args: trace_over(self.mesh, self.fn, tree, args)[0]
+        trace = ft.partial(self._trace, tree)  # of the arguments after the tree
         called = (trace, args, self.mesh.shape, shardings.batch_axes)
         # Another batch, as in evaluation, may need another number of microbatches.
         for count in dict.fromkeys((self.compute.microbatches, None)):
@@ -202,9 +206,13 @@ class Constrained:
         )
         return shardings
 
+    def _trace(self, tree: PyTree, args: Sequence[PyTree]) -> Traced:
+        traced, _ = trace_over(self.mesh, self.fn, tree, args)
+        return traced
+
     def _plain(self, tree: PyTree, *args: PyTree) -> PyTree:
         # Traced on its own first, so that nothing of an attempt that fails is in the program.
-        trace = lambda: eqx.filter_eval_shape(self.fn, tree, *args)
+        trace = ft.partial(eqx.filter_eval_shape, self.fn, tree, *args)
         with traced_over(self.mesh, ambient=needs_ambient_mesh(self.mesh, trace)):
             return self.fn(tree, *args)
 

@@ -279,12 +279,12 @@ def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
 
 def _call(bound: BoundEquation, call: Call, copies: Mapping[Atom, jax.Array]) -> Arrays:
     equation, shardings, body = bound.equation, bound.shardings, bound.inner[0]
-    passed: dict[Atom, jax.Array] = {}
+    copies_inside: dict[Atom, jax.Array] = {}
     if gets_copies(equation) is not None:
         for atom, var in zip(equation.invars, body.jaxpr.invars, strict=True):
             if not isinstance(atom, Literal) and atom in copies:
-                passed[var] = copies[atom]
-    run = _function(body, shardings, bound.stored, bound.specs, passed)
+                copies_inside[var] = copies[atom]
+    run = _function(body, shardings, bound.stored, bound.specs, copies_inside)
     if call.has_derivative:
         specs = list(map(shardings.spec, values_of(body, body.jaxpr.invars)))
         run_traced_rule = ft.partial(_run_traced_rule, shardings)
@@ -352,8 +352,8 @@ def _pipelined(bound: BoundEquation, pipeline: Pipeline) -> Arrays:
     specs = list(map(shardings.spec, values_of(scan.body, scan.body.jaxpr.invars)))
 
     def layer(inputs: Sequence[jax.Array], rows: jax.Array) -> Arrays:
-        drawn = replace(shardings, draws=scan.random_bits, row_numbers=rows)
-        return run_constrained(scan.body, drawn, inputs)
+        of_rows = replace(shardings, draws=scan.random_bits, row_numbers=rows)
+        return run_constrained(scan.body, of_rows, inputs)
 
     operands = list(map(as_traced, bound.operands, bound.equation.invars))
     layout = PipelineLayout(pipeline, outside.mesh, outside.batch_axes)

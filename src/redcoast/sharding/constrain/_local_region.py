@@ -214,15 +214,15 @@ class LocalRegion:
         of_inputs, of_outputs = [OWN] * len(opened.invars), [OWN] * len(opened.outvars)
         return _Evaluation(self).as_function(jaxpr, of_inputs, of_outputs)(*inputs)
 
-    def convert(self, x: Any, state: State, wanted: State) -> Any:
+    def convert(self, x: Any, state: State, target: State) -> Any:
         """What a device needs of an array, from what it has of it."""
-        check_becomes(state, wanted)
-        if state == wanted or wanted is OWN or wanted in CONDITIONS:
+        check_becomes(state, target)
+        if state == target or target is OWN or target in CONDITIONS:
             return x
-        if isinstance(wanted, int):
-            size = x.shape[wanted] // self.states.count
+        if isinstance(target, int):
+            size = x.shape[target] // self.states.count
             first = jax.lax.axis_index(self.axes) * size
-            return jax.lax.dynamic_slice_in_dim(x, first, size, wanted)
+            return jax.lax.dynamic_slice_in_dim(x, first, size, target)
         # The first device adds what all have, so that it is added once.
         is_first = jax.lax.axis_index(self.axes) == 0
         return jnp.where(is_first, x, jnp.zeros((), jnp.result_type(x)))
@@ -264,7 +264,10 @@ class _Evaluation:
             env[var] = (_bare(x), None)
         env.update(zip(opened.invars, inputs, strict=True))
         nested = _Evaluation(self.region)
-        handle = lambda index, equation, operands: nested.equation(equation, operands)
+
+        def handle(index: int, equation: JaxprEqn, operands: list[LocalArray]) -> list[LocalArray]:
+            return nested.equation(equation, operands)
+
         results = evaluate_jaxpr(opened, env, handle, lambda literal: (literal.val, None))
         for place, atom in enumerate(opened.outvars):
             x, state = results[place]
@@ -273,19 +276,19 @@ class _Evaluation:
         return results
 
     def as_function(
-        self, jaxpr: AnyJaxpr, states: Sequence[State], wanted: Sequence[State]
+        self, jaxpr: AnyJaxpr, states: Sequence[State], results: Sequence[State]
     ) -> Callable[..., Arrays]:
-        """A function of what a device has, whose results are as `wanted`."""
+        """A function of what a device has, with the states of its inputs and of its results."""
 
         def run(*inputs: object) -> Arrays:
-            results = self.jaxpr(jaxpr, list(zip(inputs, states, strict=True)))
-            return self._convert(results, wanted)
+            arrays = self.jaxpr(jaxpr, list(zip(inputs, states, strict=True)))
+            return self._convert(arrays, results)
 
         return run
 
-    def _convert(self, parts: Sequence[LocalArray], wanted: Sequence[State]) -> Arrays:
-        pairs = zip(parts, wanted, strict=True)
-        return [self.region.convert(x, state, need) for (x, state), need in pairs]
+    def _convert(self, arrays: Sequence[LocalArray], targets: Sequence[State]) -> Arrays:
+        pairs = zip(arrays, targets, strict=True)
+        return [self.region.convert(x, state, target) for (x, state), target in pairs]
 
     def equation(self, equation: JaxprEqn, operands: Sequence[LocalArray]) -> list[LocalArray]:
         step = self.region.states.step(equation, [state for _, state in operands])
@@ -518,8 +521,8 @@ class _Evaluation:
     def _run_rule(self, rule: _Rule) -> Callable[..., Arrays]:
         """What a device runs of a derivative rule. Raises `NotLocal` if the rule combines rows."""
         states = self.region.states.of_jaxpr(rule.jaxpr, rule.inputs)
-        for state, wanted in zip(states, rule.outputs, strict=True):
-            check_becomes(state, wanted)
+        for state, target in zip(states, rule.outputs, strict=True):
+            check_becomes(state, target)
         return self.as_function(rule.jaxpr, rule.inputs, rule.outputs)
 
     def _of_cotangent(self, state: State) -> State:
@@ -619,19 +622,19 @@ def _is_hard(equation: JaxprEqn) -> bool:
     return is_loop or is_callback(equation) or acts_on_parts(equation)
 
 
-def keep_ended(going: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """What a loop carries: under `vmap`, a row that is not `going` keeps its last value."""
-    if not going.ndim:
+def keep_ended(is_active: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+    """What a loop carries: under `vmap`, a row that is not active keeps its last value."""
+    if not is_active.ndim:
         return new
-    kept: Arrays = []
+    carry: Arrays = []
     for x, y in zip(new, old, strict=True):
         # (rows, 1, ...) for (rows, ...)
-        mask = jnp.expand_dims(going, tuple(range(going.ndim, x.ndim)))
-        kept.append(jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y))
-    return kept
+        mask = jnp.expand_dims(is_active, tuple(range(is_active.ndim, x.ndim)))
+        carry.append(jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y))
+    return carry
 
 
-def _bare(x: Any) -> Any:
+def _bare(x: object) -> object:
     """A constant without its sharding, which has other axes outside of the region."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

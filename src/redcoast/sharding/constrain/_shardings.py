@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ class Shardings:
     batch_axes: tuple[str, ...]
     compute: Compute  # what these shardings follow from
     sequence: frozenset[int] = frozenset()
-    asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
+    constrained: frozenset[int] = frozenset()  # dimensions that the program itself shards
     stacks: frozenset[int] = frozenset()  # dimensions that count the layers of a scan
     # The axes of dimensions that are linked to split ones of examples, but do not divide.
     uneven: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Shardings:
         """Returns a spec with the batch over its axes and a chosen class over the model's."""
         if chosen is None:
             chosen = self.chosen
-        is_chosen = lambda node: self._is_in(node, chosen)
+        is_chosen = partial(self._is_in, classes=chosen)
         order = self.orders.get(value, range(len(value.dims)))
         in_order = [value.dims[d] for d in order]
         axes = self.batch.axes_of(in_order, is_chosen, self.compute.model_axes)
@@ -102,7 +103,7 @@ class Shardings:
             return x
         entries: list[object] = list(self.spec(value, chosen))
         # XLA propagates the shardings that the program itself asks for.
-        free = self.asked | self.uneven.keys()
+        free = self.constrained | self.uneven.keys()
         for d, node in enumerate(value.dims):
             if entries[d] is None and node in free:
                 entries[d] = P.UNCONSTRAINED
@@ -172,7 +173,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
         batch_axes=batch.over(compute.batch_axes),
         compute=compute,
         sequence=sequence,
-        asked=frozenset(program.constraint_axes),
+        constrained=frozenset(program.constraint_axes),
         stacks=frozenset(program.graph.stacks),
         uneven=_uneven(program, batch),
         splits_examples=program.batch.splits_examples,
@@ -189,7 +190,7 @@ def _uneven(program: Program, batch: BatchDims) -> dict[int, tuple[str, ...]]:
         return {}
     graph = program.graph
     uneven: dict[int, tuple[str, ...]] = {}
-    anywhere = Classes(graph, 1, soft=True, least=2, apart=program.owned)
+    anywhere = Classes(graph, 1, soft=True, least=2, only_hard=program.owned)
     for split in batch.sets:
         linked = anywhere.of(split.of_inputs)
         for node, size in enumerate(graph.sizes):

@@ -48,7 +48,7 @@ def verify(
         expected = _on_one_device(loss_fn, mesh, model, batch, key)
     placed = jax.tree.map(_place, model, shardings)
 
-    def of_rows(x: Any) -> Sharding:
+    def of_rows(x: jax.Array) -> Sharding:
         # Rows are split as `fit` splits them, so that the same program runs.
         if x.ndim == 0:
             return NamedSharding(mesh, P())
@@ -69,7 +69,7 @@ def verify(
     return errors
 
 
-def _place(x: Any, sharding: Sharding | None) -> Any:
+def _place(x: object, sharding: Sharding | None) -> object:
     if sharding is None:  # `x` is no array
         return x
     return jax.device_put(x, sharding)
@@ -105,7 +105,7 @@ def _on_device(closed: AnyJaxpr, device: Sharding) -> AnyJaxpr:
 
 
 def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
-    def replaced(param: Any) -> Any:
+    def replaced(param: object) -> object:
         if isinstance(param, AnyJaxpr):
             return _on_device(param, device)
         if type(param) is tuple:
@@ -114,7 +114,7 @@ def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
             return device
         return param
 
-    def without_sharding(param: Any) -> Any:
+    def without_sharding(param: object) -> object:
         if isinstance(param, NamedSharding):
             return None
         return replaced(param)
@@ -151,10 +151,10 @@ def _loss_and_grads(
     return {path: np.asarray(x) for path, x in arrays.items()}
 
 
-def _put(tree: PyTree, sharding_of: Callable[[Any], Sharding]) -> PyTree:
+def _put(tree: PyTree, sharding_of: Callable[[jax.Array], Sharding]) -> PyTree:
     """Places each array of a tree."""
 
-    def put(x: Any) -> Any:
+    def put(x: object) -> object:
         if not eqx.is_array(x):
             return x
         return jax.device_put(x, sharding_of(x))

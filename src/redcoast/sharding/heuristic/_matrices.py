@@ -58,13 +58,13 @@ class WeightMatrix:
 class Block:
     """A node of the tree as matrices.
 
-    `near` are its matrices in order, with None in place of each inner node that has several of its
-    own. `below` are all matrices of the node and of inner ones.
+    `own` are its matrices in order, with None in place of each inner node that has several. `all`
+    are those of the node and of inner ones.
     """
 
     node: Node
-    near: list[WeightMatrix | None]
-    below: list[WeightMatrix]
+    own: list[WeightMatrix | None]
+    all: list[WeightMatrix]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Tree:
     @property
     def matrices(self) -> list[WeightMatrix]:
         """All matrices of the tree."""
-        return self.blocks[-1].below
+        return self.blocks[-1].all
 
 
 def read_tree(root: Node) -> Tree:
@@ -149,32 +149,31 @@ def _is_stacked(node: Node, depth: int) -> bool:
 
 def _read_block(node: Node, tree: Tree) -> list[WeightMatrix]:
     """Adds the blocks of a node, inner ones first, and returns all of its matrices."""
-    own: dict[str, WeightMatrix] = {}  # the arrays of the node itself that are matrices
+    by_name: dict[str, WeightMatrix] = {}  # the arrays of the node itself that are matrices
     if not isinstance(node.owner, NORMS + RECURRENT):
         for name, leaf in node.children.items():
             matrix = isinstance(leaf, Leaf) and _matrix(node, name, leaf, tree)
             if matrix:
-                own[name] = matrix
+                by_name[name] = matrix
     # Biases with a dimension of heads look like matrices.
-    for matrix in list(own.values()):
+    for matrix in list(by_name.values()):
         if matrix.bias is not None:
-            own.pop(matrix.bias.path[-1], None)
-    near: list[WeightMatrix | None] = []
-    below: list[WeightMatrix] = []
+            by_name.pop(matrix.bias.path[-1], None)
+    block = Block(node, [], [])
     for name, child in node.children.items():
         inner: list[WeightMatrix] = []
         if isinstance(child, Node):
             inner = _read_block(child, tree)
-        elif name in own:
-            inner = [own[name]]
-        below.extend(inner)
+        elif name in by_name:
+            inner = [by_name[name]]
+        block.all.extend(inner)
         # A layer with one matrix is a matrix of the block around it.
         if len(inner) == 1:
-            near.append(inner[0])
+            block.own.append(inner[0])
         elif inner:
-            near.append(None)
-    tree.blocks.append(Block(node, near, below))
-    return below
+            block.own.append(None)
+    tree.blocks.append(block)
+    return block.all
 
 
 def _matrix(node: Node, name: str, leaf: Leaf, tree: Tree) -> WeightMatrix | None:
@@ -192,7 +191,7 @@ def _matrix(node: Node, name: str, leaf: Leaf, tree: Tree) -> WeightMatrix | Non
     if _is_flax_kernel(name, shape, stack):
         ins, outs = len(shape) - 2, len(shape) - 1  # (*window, inputs, outputs)
         return WeightMatrix(leaf, stack, (ins,), (outs,), bias, "conv")
-    dims = [d for d in range(stack, len(shape)) if shape[d] > 1]
+    dims = long_dims(leaf, stack)
     if len(dims) == 3:
         return WeightMatrix(leaf, stack, *_sides_with_heads(leaf, dims, tree), bias)
     if len(dims) != 2:
@@ -206,6 +205,11 @@ def _matrix(node: Node, name: str, leaf: Leaf, tree: Tree) -> WeightMatrix | Non
     if outputs_first:
         first, second = second, first
     return WeightMatrix(leaf, stack, (first,), (second,), bias, is_oriented=is_oriented)
+
+
+def long_dims(leaf: Leaf, stack: int) -> list[int]:
+    """The dimensions of an array with more than one element, without the stacked ones."""
+    return [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]
 
 
 def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
@@ -240,11 +244,14 @@ def _sides_with_heads(leaf: Leaf, dims: list[int], tree: Tree) -> Sides:
     """The sides of a query, key or value (width, heads, head size), or output (reversed)."""
     first, middle, last = dims
     counter = tree.counts[layer_of(leaf)]
-    # A width is larger than a number of heads that occurs as often.
-    order = lambda size: (counter[size], size)
-    if leaf.shape[middle] == max(counter, key=order):
+
+    def frequency(size: int) -> tuple[int, int]:
+        # A width is larger than a number of heads that occurs as often.
+        return counter[size], size
+
+    if leaf.shape[middle] == max(counter, key=frequency):
         return (middle,), (first, last)  # of matrices of experts (experts, width, hidden)
-    if order(leaf.shape[last]) > order(leaf.shape[first]):
+    if frequency(leaf.shape[last]) > frequency(leaf.shape[first]):
         return (first, middle), (last,)
     return (first,), (middle, last)
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
+from operator import attrgetter
 from typing import Literal
 
 import equinox as eqx
@@ -58,7 +59,7 @@ def indivisible(what: str, size: int, n: int) -> str:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules, which fill `splits` for `n` devices, by the index of the array.
+    """The rules, which fill `shardings` for `n` devices, by the index of the array.
 
     `shared` are the sizes of sides that all layers have and a matrix outside of them, such as an
     embedding, too, and `vocabularies` the sizes of the vocabularies, sharded or not.
@@ -66,7 +67,7 @@ class Rules:
 
     tree: Tree
     n: int
-    splits: dict[int, ModelSharding] = field(default_factory=dict)
+    shardings: dict[int, ModelSharding] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
     vocabularies: set[int] = field(default_factory=set)
 
@@ -75,17 +76,17 @@ class Rules:
         matrices = self.tree.matrices
         outside: list[Block] = []
         self.shared.update(_shared_sizes(matrices))
-        # Layers show the width of the residual stream, by which the ends of a model are known.
+        # Layers show the width of the residual stream, by which tables and heads are known.
         for block in self.tree.blocks:
-            if any(map(_is_in_layer, filter(None, block.near))):
-                self._shard_block(block, self.widths(block.below))
+            if any(map(_is_in_layer, filter(None, block.own))):
+                self._shard_block(block, self.widths(block.all))
             else:
                 outside.append(block)
-        if self.splits:
-            self._shard_ends()
+        if self.shardings:
+            self._shard_tables_and_heads()
         for block in outside:
             self._shard_block(block, self.widths(matrices))
-        self._shard_ends()
+        self._shard_tables_and_heads()
         # A matrix without a partner is sharded on its output, if it is divisible and large.
         for matrix in self._undecided(matrices):
             elements = prod(matrix.leaf.shape[matrix.stack :])
@@ -103,25 +104,25 @@ class Rules:
         """The sizes of sides that are not sharded: widths of the residual stream."""
         widths: set[int] = set()
         for matrix in matrices:
-            split = self.splits.get(matrix.leaf.index)
-            if split is not None and split.outer is not None:
-                widths.add(split.outer)
+            sharding = self.shardings.get(matrix.leaf.index)
+            if sharding is not None and sharding.outer is not None:
+                widths.add(sharding.outer)
         return widths
 
     def _undecided(self, matrices: Iterable[WeightMatrix | None]) -> Matrices:
-        """The matrices without a split. One that has a split keeps it."""
+        """The matrices without a sharding. One that has a sharding keeps it."""
         present = filter(None, matrices)
-        return [matrix for matrix in present if matrix.leaf.index not in self.splits]
+        return [matrix for matrix in present if matrix.leaf.index not in self.shardings]
 
     def _linear(self, block: Block) -> Matrices:
-        """The matrices of a block without a split, but for tables and kernels."""
-        return [matrix for matrix in self._undecided(block.near) if matrix.kind == "linear"]
+        """The matrices of a block without a sharding, but for tables and kernels."""
+        return [matrix for matrix in self._undecided(block.own) if matrix.kind == "linear"]
 
     def _shard_block(self, block: Block, widths: set[int]) -> None:
         """Shards the matrices near a block. `widths` are known ones of the residual stream."""
         # Layers in a list are a chain, which may be sharded on any size.
         if block.node.ordered:
-            self._shard_chains(block.near, set())
+            self._shard_chains(block.own, set())
             return
         # A dimension of heads or experts shows which side is the width. It is never split itself.
         for matrix in self._linear(block):
@@ -134,10 +135,10 @@ class Rules:
             self._shard_together(block, linear[:3], linear[3:])
         elif linear:
             self._shard_residual(block, widths)
-        self._shard_chains(block.near, widths | self.widths(block.below))
+        self._shard_chains(block.own, widths | self.widths(block.all))
         # A dict is sorted by name, which may be the other way round.
         if isinstance(block.node.owner, dict):
-            self._shard_chains(block.near[::-1], widths)
+            self._shard_chains(block.own[::-1], widths)
 
     def _shard(
         self, matrix: WeightMatrix, side: Side, fused: int = 1, heads: int | None = None
@@ -161,7 +162,7 @@ class Rules:
         elif size % (self.n * fused):
             self._replicate(matrix, indivisible(what, size // fused, self.n), outer)
         else:
-            self.splits[matrix.leaf.index] = ModelSharding(dim, f"{side}-parallel", outer)
+            self.shardings[matrix.leaf.index] = ModelSharding(dim, f"{side}-parallel", outer)
             if matrix.bias is None:
                 return
             # The bias of a column-parallel matrix is added to the outputs, and sharded like these.
@@ -169,13 +170,13 @@ class Rules:
             if side == "column" and size in matrix.bias.shape[matrix.stack :]:
                 place = matrix.bias.shape.index(size, matrix.stack)
             reason = f"bias of a {side}-parallel matrix"
-            self.splits[matrix.bias.index] = ModelSharding(place, reason)
+            self.shardings[matrix.bias.index] = ModelSharding(place, reason)
 
     def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
         """Replicates a matrix and its bias."""
-        self.splits[matrix.leaf.index] = ModelSharding(None, reason, outer)
+        self.shardings[matrix.leaf.index] = ModelSharding(None, reason, outer)
         if matrix.bias is not None:
-            self.splits[matrix.bias.index] = ModelSharding(None, "like its matrix")
+            self.shardings[matrix.bias.index] = ModelSharding(None, "like its matrix")
 
     def _shard_residual(self, block: Block, widths: set[int]) -> None:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
@@ -185,8 +186,11 @@ class Rules:
         sizes: Counter[int] = Counter()
         for matrix in linear:
             sizes.update({matrix.in_size, matrix.out_size})  # a square matrix counts once
-        order = lambda size: (size in self.shared, sizes[size], size in widths, -size)
-        width = max(sizes, key=order)
+
+        def likelihood(size: int) -> tuple[bool, int, bool, int]:
+            return size in self.shared, sizes[size], size in widths, -size
+
+        width = max(sizes, key=likelihood)
         # Neither another width nor the window of a convolution is the size between two.
         no_inner = {*widths, *WINDOWS} - {width}
         squares: Matrices = []
@@ -206,13 +210,14 @@ class Rules:
             if is_read and matrix not in outputs:
                 rows.append(matrix)
         columns: Matrices = []
-        if outputs:
-            columns += [matrix for matrix in squares if matrix not in outputs]
-        read = [matrix.out_size for matrix in reading]
+        for matrix in squares:
+            if outputs and matrix not in outputs:
+                columns.append(matrix)
+        counts = Counter(map(attrgetter("out_size"), reading))
         for matrix in reading:
             size = matrix.out_size
             # Keys and values may be narrower than queries, and are two.
-            is_narrow = read.count(size) > 1 and any(not x.in_size % size for x in outputs)
+            is_narrow = counts[size] > 1 and any(not x.in_size % size for x in outputs)
             if is_narrow or any(_reads(size, row.in_size) for row in rows):
                 columns.append(matrix)
         if columns and rows:
@@ -258,10 +263,10 @@ class Rules:
         for matrix in rows:
             self._shard(matrix, "row", heads=heads)
 
-    def _shard_chains(self, near: Sequence[WeightMatrix | None], widths: set[int]) -> None:
+    def _shard_chains(self, matrices: Sequence[WeightMatrix | None], widths: set[int]) -> None:
         """Shards chains of matrices, each of which reads the one before: column, row, column."""
         chains: list[Matrices] = [[]]
-        for matrix in near:
+        for matrix in matrices:
             if matrix is None or matrix.kind == "table" or not self._undecided([matrix]):
                 chains.append([])
                 continue
@@ -286,24 +291,24 @@ class Rules:
                 self._replicate(matrix, _narrow(matrix))
             else:
                 self._shard(matrix, "column")
-                is_read_in_parts = self.splits[matrix.leaf.index].dim is not None
+                is_read_in_parts = self.shardings[matrix.leaf.index].dim is not None
 
-    def _shard_ends(self) -> None:
+    def _shard_tables_and_heads(self) -> None:
         """Shards tables and heads, which are outside of layers and have no bias, on the vocabulary.
 
         Tables of positions or types have fewer rows, and are replicated.
         """
         matrices = self.tree.matrices
         most = max(self.widths(matrices), default=0)
-        ends: list[tuple[int, int, WeightMatrix]] = []
+        vocabulary_sides: list[tuple[int, int, WeightMatrix]] = []
         for matrix in self._undecided(matrices):
             is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
             if matrix.kind == "table" or (matrix.is_flat and not is_known):
                 dim = self._vocabulary_dim(matrix)
-                ends.append((matrix.leaf.shape[dim], dim, matrix))
+                vocabulary_sides.append((matrix.leaf.shape[dim], dim, matrix))
                 most = max(most, matrix.leaf.shape[dim])
         # The largest first, since it is a vocabulary.
-        for size, dim, matrix in sorted(ends, key=lambda end: -end[0]):
+        for size, dim, matrix in sorted(vocabulary_sides, key=lambda side: -side[0]):
             elements = matrix.in_size * matrix.out_size
             outer = elements // size
             # Both sides may be widths, as of a pooler, or of what projects to another width.
@@ -320,7 +325,7 @@ class Rules:
                 if size % self.n:
                     dim, reason = None, indivisible("vocabulary", size, self.n)
                 self.vocabularies.add(size)
-                self.splits[matrix.leaf.index] = ModelSharding(dim, reason, outer)
+                self.shardings[matrix.leaf.index] = ModelSharding(dim, reason, outer)
 
     def _vocabulary_dim(self, matrix: WeightMatrix) -> int:
         """The dimension of a table or a head that is not the width of the residual stream."""
@@ -328,9 +333,12 @@ class Rules:
         if matrix.kind == "table" or (matrix.is_square and _is_table(matrix)):
             return min(ins, outs)
         widths, in_layer = self.widths(self.tree.matrices), self.tree.counts[layer_of(matrix.leaf)]
-        # If no width is known, most arrays have it.
-        is_width = lambda size: (size in widths, in_layer[size])
-        if is_width(matrix.in_size) < is_width(matrix.out_size):
+
+        def likelihood(size: int) -> tuple[bool, int]:
+            # If no width is known, most arrays have it.
+            return size in widths, in_layer[size]
+
+        if likelihood(matrix.in_size) < likelihood(matrix.out_size):
             return ins
         return outs
 

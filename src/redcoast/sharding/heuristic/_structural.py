@@ -11,7 +11,7 @@ from ...core._low_rank import AbstractLowRank, AbstractQuantised
 from ..tree._leaf_plans import OVERRIDE, STORED, LeafPlan, Reason, trim_spec
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
-from ._matrices import NORMS, RECURRENT, layer_of, read_tree
+from ._matrices import NORMS, RECURRENT, layer_of, long_dims, read_tree
 from ._rules import ModelSharding, Rules, indivisible
 
 
@@ -27,42 +27,44 @@ def structural_plans(
     tree = read_tree(_only_weights(to_nodes(model), adapters, quantised))
     rules = Rules(tree, n)
     rules.shard_tree()
-    splits, stacks = rules.splits, tree.stacks
+    shardings, stacks = rules.shardings, tree.stacks
     matrices = tree.matrices
     vocabularies = rules.vocabularies - rules.widths(matrices)
     for block in tree.blocks:
         for leaf in block.node.children.values():
-            if isinstance(leaf, Leaf) and leaf.index not in splits:
+            if isinstance(leaf, Leaf) and leaf.index not in shardings:
                 owner, stack = block.node.owner, stacks[leaf.index]
-                splits[leaf.index] = _split_of_loose(leaf, owner, stack, vocabularies, n)
+                shardings[leaf.index] = _sharding_of_vector(leaf, owner, stack, vocabularies, n)
     # The factors of LoRA follow their weight, which was sharded as if it were alone.
     for adapter in adapters:
         # Of a quantised weight, the first are its integers.
         weight, *_, a, b = leaves_below(adapter)
-        dim = splits[weight.index].dim
+        dim = shardings[weight.index].dim
         reason = "LoRA, its matrix is sharded on its other side"
         if dim is None:
             reason = "LoRA, its matrix is replicated over model"
         sharded = _dims_of_lora(adapter, weight, a, b).get(dim, {})
         for leaf in (a, b):
-            splits[leaf.index] = ModelSharding(None, reason)
+            shardings[leaf.index] = ModelSharding(None, reason)
             stacks[leaf.index] = stacks[weight.index]
             if leaf.index in sharded:
-                splits[leaf.index] = ModelSharding(sharded[leaf.index], "LoRA, like its matrix")
+                shardings[leaf.index] = ModelSharding(sharded[leaf.index], "LoRA, like its matrix")
     numbers: set[int] = set()  # arrays that are sharded although they are integers
     for node in quantised:
         codes, scales = leaves_below(node)
-        split = splits[codes.index]
+        sharding = shardings[codes.index]
         stacks[scales.index] = stacks[codes.index]
         for leaf in (codes, scales):
             numbers.add(leaf.index)
-            splits[leaf.index] = split
+            shardings[leaf.index] = sharding
             # A dimension has fewer scales than numbers, since each is of a block of these.
-            if split.dim is not None and leaf.shape[split.dim] % n:
-                reason = indivisible("quantised blocks", leaf.shape[split.dim], n)
-                splits[leaf.index] = ModelSharding(None, reason)
+            if sharding.dim is not None and leaf.shape[sharding.dim] % n:
+                reason = indivisible("quantised blocks", leaf.shape[sharding.dim], n)
+                shardings[leaf.index] = ModelSharding(None, reason)
     # Of a matrix, its sides may be FSDP-sharded, and not the window of a convolution.
-    sides = {matrix.leaf.index: matrix.ins + matrix.outs for matrix in matrices}
+    sides: dict[int, tuple[int, ...]] = {}
+    for matrix in matrices:
+        sides[matrix.leaf.index] = matrix.ins + matrix.outs
     plans: list[LeafPlan] = []
     for leaf in leaves:
         role = "other"
@@ -71,7 +73,7 @@ def structural_plans(
             role = "parameter"
             stack = stacks[leaf.index]
             free = sides.get(leaf.index, tuple(range(stack, len(leaf.shape))))
-            spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
+            spec, reason = _spec(leaf, shardings[leaf.index], stack, free, axes)
         if leaf.index in overridden:
             spec, reason = overridden[leaf.index], OVERRIDE
         plans.append(LeafPlan(leaf, spec, reason, role))
@@ -79,7 +81,7 @@ def structural_plans(
 
 
 def _spec(
-    leaf: Leaf, split: ModelSharding, stack: int, free: tuple[int, ...], axes: dict[str, int]
+    leaf: Leaf, sharding: ModelSharding, stack: int, free: tuple[int, ...], axes: dict[str, int]
 ) -> tuple[P, Reason]:
     """The spec and reason of one array: first over `model`, then another dimension over `fsdp`.
 
@@ -88,8 +90,8 @@ def _spec(
     fsdp, elements = axes["fsdp"], prod(leaf.shape[stack:])
     # With one device on `model`, no side is sharded.
     if axes["model"] == 1:
-        split = ModelSharding(None, "")
-    fits = [d for d in free if d != split.dim and leaf.shape[d] % fsdp == 0]
+        sharding = ModelSharding(None, "")
+    fits = [d for d in free if d != sharding.dim and leaf.shape[d] % fsdp == 0]
     entries: list[str | None] = [None] * len(leaf.shape)
     kind = "replicated"
     if fsdp == 1:
@@ -103,22 +105,22 @@ def _spec(
         largest = max(fits, key=lambda d: (leaf.shape[d], -d))
         entries[largest] = "fsdp"
         kind, why = "fsdp", STORED
-    if split.dim is not None:
-        entries[split.dim] = "model"
+    if sharding.dim is not None:
+        entries[sharding.dim] = "model"
         kind = "tensor-parallel"
-    return trim_spec(tuple(entries)), Reason(kind, split.reason or why)
+    return trim_spec(tuple(entries)), Reason(kind, sharding.reason or why)
 
 
-def _split_of_loose(
+def _sharding_of_vector(
     leaf: Leaf, owner: PyTree, stack: int, vocabularies: set[int], n: int
 ) -> ModelSharding:
-    """The split of an array that is not in a matrix: a bias of the logits, or none."""
+    """The sharding of an array that no matrix has: of a bias of the logits, or none."""
     # Its gates are stacked in one matrix, and each step needs all of them.
     if isinstance(owner, RECURRENT):
         return ModelSharding(None, "recurrent, every step needs its full output")
     if isinstance(owner, NORMS):
         return ModelSharding(None, "norm scale")
-    dims = [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]
+    dims = long_dims(leaf, stack)
     if not dims:
         return ModelSharding(None, "scalar")
     if len(dims) > 1:
@@ -157,10 +159,13 @@ def _dims_of_lora(
     `a` is (*stack, *inputs, rank) and `b` (*stack, rank, *outputs).
     """
     stack = len(a.shape) + len(b.shape) - len(weight.shape) - 2
-    inputs = [{a.index: dim} for dim in range(stack, len(a.shape) - 1)]
-    outputs = [{b.index: dim} for dim in range(stack + 1, len(b.shape))]
+    sides = [(a, range(stack, len(a.shape) - 1)), (b, range(stack + 1, len(b.shape)))]
     if adapter.owner.outputs_first:
-        inputs, outputs = outputs, inputs
-    # Such as experts, in all three arrays.
-    stacked = [{a.index: dim, b.index: dim} for dim in range(stack)]
-    return dict(enumerate([*stacked, *inputs, *outputs]))
+        sides.reverse()
+    dims: list[dict[int, int]] = []  # by the dimension of the weight
+    for dim in range(stack):  # such as experts, in all three arrays
+        dims.append({a.index: dim, b.index: dim})
+    for factor, of_side in sides:
+        for dim in of_side:
+            dims.append({factor.index: dim})
+    return dict(enumerate(dims))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ._flat import Flat
 from ._min_cut import choose_kept
@@ -70,9 +71,9 @@ def combined(policies: Iterable[BlockPolicy]) -> BlockPolicy:
 
 def pareto_front(policies: Iterable[BlockPolicy], most: int = _MOST_POLICIES) -> list[BlockPolicy]:
     """The policies that no other is as good as in both memory and time, at most so many."""
-    order = lambda policy: (policy.seconds, policy.kept_bytes, policy.most_bytes)
     best: list[BlockPolicy] = []
-    for policy in sorted(policies, key=order):
+    by_cost = attrgetter("seconds", "kept_bytes", "most_bytes")
+    for policy in sorted(policies, key=by_cost):
         if not any(other.dominates(policy) for other in best):
             best.append(policy)
     if len(best) <= most:

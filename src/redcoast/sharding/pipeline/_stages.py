@@ -254,10 +254,13 @@ def _with_rows(args: Sequence[PyTree], program: Program, rows: int) -> Sequence[
 def _same_scans(scans: Sequence[LayerScan], program: Program) -> list[LayerScan]:
     """The same scans in the program of another number of rows."""
     others = list(layer_scans(program))
-    layout = lambda scan: (scan.loop.length, scan.loop.consts, scan.loop.carry)
-    if list(map(layout, scans)) != list(map(layout, others)):
+    if list(map(_layout, scans)) != list(map(_layout, others)):
         raise NoPipeline("Its scans over layers depend on the number of rows of the batch.")
     return others
+
+
+def _layout(scan: LayerScan) -> tuple[int, int, int]:
+    return scan.loop.length, scan.loop.consts, scan.loop.carry
 
 
 def layer_scans(program: Program) -> Iterator[LayerScan]:

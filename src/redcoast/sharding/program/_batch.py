@@ -125,9 +125,12 @@ def _rows(
     soft = Classes(graph, 1, soft=True, least=2)
     free = _free(graph, arrays, several, never)
     if free:
-        shares = _WorkShares(graph, soft, ())
-        most_work = lambda node: (*shares.alone(soft[node]), counts[graph.sizes[node]])
-        size = graph.sizes[max(free.values(), key=most_work)]
+        all_shares = _WorkShares(graph, soft, ())
+
+        def work_of(node: int) -> tuple[float, float, int]:
+            return *all_shares.alone(soft[node]), counts[graph.sizes[node]]
+
+        size = graph.sizes[max(free.values(), key=work_of)]
     else:
         size = counts.most_common(1)[0][0]
     # The rows of this size, by which those of other sizes are judged. A graph has several sizes:

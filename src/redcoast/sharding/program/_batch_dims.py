@@ -67,15 +67,15 @@ class BatchDims:
         These are the batch's, or `model_axes` for a dimension that is chosen.
         """
         entries: Entries = []
-        taken: set[str] = set()
+        used: set[str] = set()
         for node in dims:
             split, over = self.set_of(node), None
             # The batch first: a chosen dimension takes what is left.
-            if split is not None and taken.isdisjoint(split.axes):
+            if split is not None and used.isdisjoint(split.axes):
                 over = split.axes
-            elif is_chosen(node) and taken.isdisjoint(model_axes):
+            elif is_chosen(node) and used.isdisjoint(model_axes):
                 over = model_axes
-            taken.update(over or ())
+            used.update(over or ())
             entries.append(over)
         return entries
 
@@ -114,10 +114,10 @@ def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) 
 def _split_nodes(program: Program, axes: tuple[str, ...], count: int) -> SplitNodes:
     batch = program.batch
     # Parts of an example do not follow into weights, as they would along learned positions.
-    apart = frozenset[int]()
+    only_hard = frozenset[int]()
     if batch.splits_examples:
-        apart = program.owned
-    classes = Classes(program.graph, count, soft=True, apart=apart)
+        only_hard = program.owned
+    classes = Classes(program.graph, count, soft=True, only_hard=only_hard)
     if not any(map(classes.divides, batch.of_inputs)):
         return SplitNodes(batch.of_inputs, classes, frozenset(), 1)
     roots = classes.of(filter(classes.divides, (*batch.of_inputs, *batch.of_created)))

@@ -9,8 +9,8 @@ class Classes:
     """A union-find over the nodes of a graph, for sharding over `n` devices.
 
     A link holds if both sizes are divisible by `n`: a dimension of 12 heads of 64 can be sharded
-    over 8 devices, but not together with the 12 heads. Sizes below `least` have no links. The
-    classes of the nodes `apart` have no soft links.
+    over 8 devices, but not together with the 12 heads. Sizes below `least` have no links. Soft
+    links hold if `soft`, but not those of the classes of `only_hard` nodes.
 
     Rows that are computed in batches, one after the other, are sharded as the batches are, or
     softly as the rows of each batch, if the batches are not divisible.
@@ -23,7 +23,7 @@ class Classes:
         *,
         soft: bool = False,
         least: int = 1,
-        apart: Collection[int] = (),
+        only_hard: Collection[int] = (),
     ):
         self._parent = list(range(len(graph.sizes)))
         self._divides = [size >= least and size % n == 0 for size in graph.sizes]
@@ -31,10 +31,10 @@ class Classes:
             self._join(a, b)
         if not soft:
             return
-        # After the links, so that entire classes are apart.
-        alone = self.of(apart)
+        # After the links, so that these are entire classes.
+        excluded = self.of(only_hard)
         for a, b in graph.soft_links:
-            if self[a] not in alone and self[b] not in alone:
+            if self[a] not in excluded and self[b] not in excluded:
                 self._join(a, b)
         for rows, (batches, *of_batch) in graph.groupings:
             if of_batch and batches in graph.mapped and not self._divides[batches]:
@@ -69,22 +69,21 @@ def splittable(graph: Graph, classes: Classes, nodes: Iterable[int]) -> frozense
     roots = classes.of(filter(classes.divides, nodes))
     excluded = set(classes.of(graph.blocked))
     for dims in graph.together:
-        seen: set[int] = set()
+        of_array: set[int] = set()
         # As of a covariance: sharded along one of the two, it needs the other as a whole.
         for node in filter(classes.divides, dims):
             root = classes[node]
-            if root in seen:
+            if root in of_array:
                 excluded.add(root)
-            seen.add(root)
+            of_array.add(root)
     return roots - excluded
 
 
 def conflicts(graph: Graph, classes: Classes, candidates: Sequence[int]) -> dict[int, set[int]]:
     """For each candidate, those that it cannot be sharded together with: one array has both."""
-    known = set(candidates)
     against: dict[int, set[int]] = {candidate: set() for candidate in candidates}
     for dims in graph.together:
-        in_array = known & classes.of(filter(classes.divides, dims))
+        in_array = against.keys() & classes.of(filter(classes.divides, dims))
         for candidate in in_array:
             against[candidate] |= in_array - {candidate}
     return against

@@ -135,16 +135,16 @@ def follow_facts(
     """
     jaxpr = scope.jaxpr
     # What the jaxpr closes over is known by its value.
-    known: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+    fact_of: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, constant in zip(jaxpr.constvars, scope.consts, strict=False):
-        known[var] = facts.of_number(constant)
+        fact_of[var] = facts.of_number(constant)
 
     def read(atom: Atom) -> Fact:
         if isinstance(atom, Literal):
             return facts.of_number(atom.val)
-        if atom not in known:  # what is not needed is not followed
+        if atom not in fact_of:  # what is not needed is not followed
             return facts.of_number(None)
-        return known[atom]
+        return fact_of[atom]
 
     if needed is None:
         needed = jaxpr.outvars
@@ -156,7 +156,7 @@ def follow_facts(
             results = _follow_inner(facts, operation, scope.inner[place], operands)
         else:
             results = facts.of_results(operation, operands)
-        known.update(zip(equation.outvars, results, strict=True))
+        fact_of.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
 
 

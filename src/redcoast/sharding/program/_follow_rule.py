@@ -104,7 +104,7 @@ def follow_rule(
         resharded = (rule.moved | (rule.whole & common)) - rule.shuffled
     results = _add_results(graph, equation, rule, inputs, before, resharded)
     after = _dims_of(results, rule.results)
-    step = _AppliedRule(graph, rule, inputs, results, before, after, resharded)
+    applied = _AppliedRule(graph, rule, inputs, results, before, after, resharded)
     near = dict(rule.near)
     for dim in (*before, *after):
         if dim.slowest in rule.blocked:
@@ -121,15 +121,15 @@ def follow_rule(
     # Created arrays, and calls without results, send nothing.
     if not inputs or not results:
         return results
-    _gather_whole(step)
-    _reshard_moved(step)
-    _sum_forward(step)
+    _gather_whole(applied)
+    _reshard_moved(applied)
+    _sum_forward(applied)
     # What is written into is not used along all of its dimensions.
     if rule.writes is None:
-        _sum_backward(step)
+        _sum_backward(applied)
     else:
-        _write(step, rule.writes)
-    _count_work(step, equation)
+        _write(applied, rule.writes)
+    _count_work(applied, equation)
     return results
 
 
@@ -183,21 +183,21 @@ def _add_results(
     return results
 
 
-def _gather_whole(step: _AppliedRule) -> None:
+def _gather_whole(applied: _AppliedRule) -> None:
     """Records dimensions that are needed as a whole: nothing stays sharded along them."""
-    graph, rule = step.graph, step.rule
-    needed = rule.whole - rule.blocked - step.resharded
-    for dim in step.before:
+    graph, rule = applied.graph, applied.rule
+    needed = rule.whole - rule.blocked - applied.resharded
+    for dim in applied.before:
         if dim.slowest in needed:
-            graph.add_reshard(dim.value, dim.node, step.results[0], None)
+            graph.add_reshard(dim.value, dim.node, applied.results[0], None)
             if rule.writes is None:
-                graph.add_move(dim.value, dim.node, step.results[0], None)
-    for dim in step.after:
+                graph.add_move(dim.value, dim.node, applied.results[0], None)
+    for dim in applied.after:
         if dim.slowest in needed:
             graph.add_reshard(dim.value, None, dim.value, dim.node)
 
 
-def _reshard_moved(step: _AppliedRule) -> None:
+def _reshard_moved(applied: _AppliedRule) -> None:
     """Records dimensions that are cut, joined or regrouped, such as (8, 6) to (48,).
 
     A dimension of an operand goes on in its targets, the dimensions of results that begin with the
@@ -205,9 +205,9 @@ def _reshard_moved(step: _AppliedRule) -> None:
     also linked if the devices divide it. Otherwise, the operand is gathered before the operation,
     and the cotangent of the result after its derivative.
     """
-    graph, rule, resharded = step.graph, step.rule, step.resharded
-    before = {dim.dimension for dim in step.before}
-    after = {dim.dimension for dim in step.after}
+    graph, rule, resharded = applied.graph, applied.rule, applied.resharded
+    before = set(chain(*rule.operands))
+    after = set(chain(*rule.results))
     unchanged = {dimension for dimension in before & after if dimension[0] not in resharded}
     common = all_factors(before) & all_factors(after)
     skipped = (rule.whole - resharded) | rule.blocked | rule.reduced
@@ -217,12 +217,12 @@ def _reshard_moved(step: _AppliedRule) -> None:
         return is_common and dim.dimension not in unchanged and dim.slowest not in skipped
 
     # The cotangent of a result is gathered once for all operands: with the first that has one.
-    with_cotangent = step.inputs
-    if len(step.inputs) > 1:
-        with_cotangent = [value for value in step.inputs if value.grad]
+    with_cotangent = applied.inputs
+    if len(applied.inputs) > 1:
+        with_cotangent = [value for value in applied.inputs if value.grad]
     continued: set[int] = set()  # dimensions of results that are targets
-    for dim in filter(is_changed, step.before):
-        targets = [target for target in step.after if target.slowest == dim.slowest]
+    for dim in filter(is_changed, applied.before):
+        targets = [target for target in applied.after if target.slowest == dim.slowest]
         # One gather of the operand serves all results.
         source: int | None = dim.node
         for target in targets:
@@ -244,94 +244,94 @@ def _reshard_moved(step: _AppliedRule) -> None:
                     graph.link(dim.node, first)
                 graph.link(first, target.node)
         if not targets:
-            graph.add_reshard(dim.value, dim.node, step.results[0], None)
-            graph.add_move(dim.value, dim.node, step.results[0], None)
-    for dim in filter(is_changed, step.after):
+            graph.add_reshard(dim.value, dim.node, applied.results[0], None)
+            graph.add_move(dim.value, dim.node, applied.results[0], None)
+    for dim in filter(is_changed, applied.after):
         if dim.node not in continued:
-            graph.add_reshard(step.inputs[0], None, dim.value, dim.node)
+            graph.add_reshard(applied.inputs[0], None, dim.value, dim.node)
 
 
-def _sum_forward(step: _AppliedRule) -> None:
+def _sum_forward(applied: _AppliedRule) -> None:
     """Records partial sums: each device sums over its part of a reduced dimension."""
-    rule = step.rule
-    operands_with = Counter(dim.slowest for dim in step.before)
+    rule = applied.rule
+    operands_with = Counter(dim.slowest for dim in applied.before)
     summed: set[Factor] = set()
-    for dim in step.before:
+    for dim in applied.before:
         # Both operands of a product have the factor, and there is one sum.
         if dim.slowest not in rule.reduced - rule.blocked or dim.slowest in summed:
             continue
         summed.add(dim.slowest)
-        preceding = step.indexed
+        preceding = applied.indexed
         if operands_with[dim.slowest] == 1:
             # An array that is sharded along an earlier dimension is not sharded along this one.
             preceding = dim.value.dims[: dim.d]
-        for result in step.results:
-            step.graph.add_partial_sum(dim.node, result, preceding=preceding)
+        for result in applied.results:
+            applied.graph.add_partial_sum(dim.node, result, preceding=preceding)
 
 
-def _sum_backward(step: _AppliedRule) -> None:
+def _sum_backward(applied: _AppliedRule) -> None:
     """Records the dimensions of the result that an operand does not have.
 
     The operand is used along all of them, so that its cotangent is summed over them. Where its own
     dimensions follow one of these in the result, both cannot be sharded alike.
     """
-    rule, result = step.rule, step.results[0]
+    rule, result = applied.rule, applied.results[0]
     # A split example has parts of the gradient of a kernel.
     skipped = rule.whole | (rule.moved | rule.blocked) - dict(rule.near).keys()
-    for value, of_value in zip(step.inputs, rule.operands, strict=True):
+    for value, of_value in zip(applied.inputs, rule.operands, strict=True):
         own = all_factors(of_value)
         lacking: list[int] = []
         for dim in _dims_of([result], rule.results[:1]):
             if dim.dimension in of_value and lacking:
                 # In a table of all pairs of examples, the first dimension takes the devices.
-                step.graph.add_batch_gather(value, dim.node, preceding=tuple(lacking))
+                applied.graph.add_batch_gather(value, dim.node, preceding=tuple(lacking))
             elif own.isdisjoint(dim.dimension) and dim.slowest not in skipped:
-                preceding = (*result.dims[: dim.d], *step.indexed)
-                step.graph.add_partial_sum(dim.node, value, backward=True, preceding=preceding)
+                preceding = (*result.dims[: dim.d], *applied.indexed)
+                applied.graph.add_partial_sum(dim.node, value, backward=True, preceding=preceding)
                 lacking.append(dim.node)
 
 
-def _write(step: _AppliedRule, updates: int) -> None:
+def _write(applied: _AppliedRule, updates: int) -> None:
     """Records dimensions of which a part is written, and updates that overwrite.
 
     Updates that overwrite cannot be summed, so they are gathered, with their indices. If such a
     write is differentiated, it gathers which update wrote each element, and adds those updates.
     """
-    graph, rule, result = step.graph, step.rule, step.results[0]
-    for dim in step.operand(0):
+    graph, rule, result = applied.graph, applied.rule, applied.results[0]
+    for dim in applied.operand(0):
         if dim.slowest in rule.moved:
             graph.add_reshard(dim.value, dim.node, result, None)
     of_indices = set(chain(*rule.operands[1:updates]))
-    for dim in step.operand(updates):
+    for dim in applied.operand(updates):
         if dim.dimension not in of_indices or dim.slowest not in rule.whole:
             continue
-        for value in step.inputs[1:]:
-            graph.add_batch_gather(value, dim.node, along=step.indexed)
+        for value in applied.inputs[1:]:
+            graph.add_batch_gather(value, dim.node, along=applied.indexed)
         if result.grad:
-            graph.add_partial_sum(dim.node, result, preceding=step.indexed)
+            graph.add_partial_sum(dim.node, result, preceding=applied.indexed)
     if rule.sums:
         # The cotangent of updates is looked up in that of the result.
-        rows = tuple(dim.node for dim in step.operand(1))
-        for node in step.indexed:
-            graph.add_partial_sum(node, step.inputs[updates], backward=True, preceding=rows)
+        rows = tuple(dim.node for dim in applied.operand(1))
+        for node in applied.indexed:
+            graph.add_partial_sum(node, applied.inputs[updates], backward=True, preceding=rows)
 
 
-def _count_work(step: _AppliedRule, equation: JaxprEqn) -> None:
+def _count_work(applied: _AppliedRule, equation: JaxprEqn) -> None:
     """Records the arithmetic of a contraction, forward and backward."""
-    graph, rule, (result, *_) = step.graph, step.rule, step.results
+    graph, rule, (result, *_) = applied.graph, applied.rule, applied.results
     count = multiply_adds(equation)
     # Nothing is divided along the dimensions of a grouped convolution's derivative.
     is_whole = len(rule.results[0]) > 0 and all_factors(rule.results[0]) <= rule.whole
     if count is None or is_whole:
         return
     dims = list(result.dims)
-    for dim in step.operand(0):
+    for dim in applied.operand(0):
         if not rule.reduced.isdisjoint(dim.dimension):
             dims.append(dim.node)
-    first, second, *_ = step.inputs
+    first, second, *_ = applied.inputs
     passes = graph.cursor.forwards + first.grad + second.grad
     if not rule.linear:
         # Attention, which alone is not linear in its operands, has two products in the forward pass
         # and five in the backward pass.
         passes = graph.cursor.forwards + 2.5 * first.grad
-    graph.add_work(tuple(dims), 2.0 * count, passes, *step.inputs)
+    graph.add_work(tuple(dims), 2.0 * count, passes, *applied.inputs)

@@ -80,15 +80,15 @@ class Constants:
 
     def interpolation(self, equation: JaxprEqn) -> Interpolation | None:
         """What an equation interpolates; None for others."""
-        known = self._interpolations
-        if id(equation) not in known:
-            known[id(equation)] = None
+        key = id(equation)
+        if key not in self._interpolations:
+            self._interpolations[key] = None
             match primitive_name(equation):
                 case "gather":
-                    known[id(equation)] = self._lookup(equation)
+                    self._interpolations[key] = self._lookup(equation)
                 case "dot_general":
-                    known[id(equation)] = self._product(equation)
-        return known[id(equation)]
+                    self._interpolations[key] = self._product(equation)
+        return self._interpolations[key]
 
     def _lookup(self, equation: JaxprEqn) -> Interpolation | None:
         dim = looked_up(equation)
@@ -152,9 +152,11 @@ class Constants:
         if elements > _MOST_ELEMENTS:
             return None
 
+        def handle(index: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+            return bind_again(equation, operands)
+
         def compute() -> Any:
             env = {var: self._values[var] for var in needed & self._values.keys()}
-            handle = lambda index, equation, operands: bind_again(equation, operands)
             return evaluate_equations(equations, [atom], env, handle)[0]
 
         with jax.ensure_compile_time_eval():

@@ -36,8 +36,10 @@ def find_local_scans(scope: Scope, is_rows: Callable[[int], bool]) -> Iterator[J
     """The outermost scans that are run on each device's rows for the sake of gradients."""
 
     def batch_dim(value: Value) -> int | None:
-        rows = [d for d, node in enumerate(value.dims) if is_rows(node)]
-        return next(iter(rows), None)
+        for d, node in enumerate(value.dims):
+            if is_rows(node):
+                return d
+        return None
 
     return _local_scans(scope, batch_dim)
 

@@ -249,12 +249,12 @@ class LocalStates:
         if len(flow.places) - len(flow.functions["solve"][1]) != len(equation.outvars):
             raise NotLocal("`custom_linear_solve` returns more than solutions")
         results = self.of_jaxpr(flow.solve, at_places(states, flow.places))
-        wanted = list(states)
+        operands = list(states)
         # With rows in the matrices alone, each row has a right side of its own.
-        wanted[len(states) - len(results) :] = results
-        if results != self.of_jaxpr(flow.solve, at_places(wanted, flow.places)):
+        operands[len(states) - len(results) :] = results
+        if results != self.of_jaxpr(flow.solve, at_places(operands, flow.places)):
             raise NotLocal("`custom_linear_solve` combines rows with other rows")
-        return LocalStep(tuple(wanted), results)
+        return LocalStep(tuple(operands), results)
 
     def _operation(self, equation: JaxprEqn, states: Sequence[State]) -> LocalStep:
         name, count = primitive_name(equation), len(equation.outvars)
@@ -453,26 +453,26 @@ def _differing(states: Sequence[State], operands: Sequence[int | None]) -> State
     return tuple(results)
 
 
-def join_states(one: State, other: State) -> State:
+def join_states(first: State, second: State) -> State:
     """The state of an array that has one state or the other.
 
     What all devices have becomes rows, or a part of a sum, of which other devices have zero. Of
     what a device has in its own way, its rows are those that belong to it.
     """
-    if one == other or other is None:
-        return one
-    if one is None or (one is OWN and isinstance(other, int)):
-        return other
-    if other is OWN and isinstance(one, int):
-        return one
+    if first == second or second is None:
+        return first
+    if first is None or (first is OWN and isinstance(second, int)):
+        return second
+    if second is OWN and isinstance(first, int):
+        return first
     raise NotLocal("rows change their place")
 
 
-def check_becomes(state: State, wanted: State) -> None:
-    """Raises `NotLocal` if a device cannot make what is wanted of what it has."""
-    is_same = state == wanted
-    is_part = isinstance(wanted, int) and not isinstance(state, int) and state is not SUM
-    if not is_same and not is_part and not (isinstance(wanted, DevicePart) and state is None):
+def check_becomes(state: State, target: State) -> None:
+    """Raises `NotLocal` if a device cannot bring an array from one state to another by itself."""
+    is_same = state == target
+    is_part = isinstance(target, int) and not isinstance(state, int) and state is not SUM
+    if not is_same and not is_part and not (isinstance(target, DevicePart) and state is None):
         raise NotLocal("a derivative rule combines rows with other rows")
 
 

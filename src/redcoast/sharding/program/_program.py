@@ -99,8 +99,12 @@ class Program:
     @cached_property
     def owned(self) -> frozenset[int]:
         """The dimensions of parameters and of large constants, along which no example is split."""
-        values = [*self.parameters, *(value for _, value in self.large_constants)]
-        return frozenset(node for value in values for node in value.dims)
+        owned: set[int] = set()
+        for value in self.parameters:
+            owned.update(value.dims)
+        for _, value in self.large_constants:
+            owned.update(value.dims)
+        return frozenset(owned)
 
     @property
     def large_constants(self) -> list[tuple[Constant, Value]]:
@@ -108,7 +112,8 @@ class Program:
         large: list[tuple[Constant, Value]] = []
         for constant in self.constants:
             if constant.bytes >= LARGE_CONSTANT and is_inexact(constant):
-                large += [(constant, value) for value in constant.values]
+                for value in constant.values:
+                    large.append((constant, value))
         return large
 
     @cached_property
@@ -164,8 +169,11 @@ def _follow(
     batch = find_batch(graph, parameters, arrays, others)
     classes = Classes(graph, 1, soft=True, least=2)
     rows = classes.of((*batch.of_inputs, *batch.of_created))
-    # A single row is not divided over devices.
-    is_rows = lambda node: graph.sizes[node] > 1 and classes[node] in rows
+
+    def is_rows(node: int) -> bool:
+        # A single row is not divided over devices.
+        return graph.sizes[node] > 1 and classes[node] in rows
+
     graph.sum_after(find_local_scans(scope, is_rows), is_rows)
     examples: list[Value] = []
     for place, value in enumerate(arrays):

@@ -37,12 +37,15 @@ def find_sequence(
         owned.update(dict.fromkeys(classes.of(value.dims), value.bytes))
     # Weights have the width of the model and hidden sizes, and no sequence.
     most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
-    many = {root for root, size in owned.items() if size > most}
+    of_parameters: set[int] = set()
+    for root, size in owned.items():
+        if size > most:
+            of_parameters.add(root)
     unsharded: Counter[int] = Counter()
     for dims, size in graph.memory_traffic.items():
         divided = list(filter(classes.divides, dims))
         # Activations that every device of `model` would have as a whole.
         if classes.of(divided).isdisjoint(chosen) and any(map(batch.has, dims)):
             free = classes.of(filterfalse(batch.has, divided))
-            unsharded.update(dict.fromkeys(free - many - blocked, size))
+            unsharded.update(dict.fromkeys(free - of_parameters - blocked, size))
     return frozenset(root for root, _ in unsharded.most_common(1))

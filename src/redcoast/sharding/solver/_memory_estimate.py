@@ -22,9 +22,9 @@ def arithmetic(decision: Decision) -> Arithmetic:
     """
     total = sum(work.flops for work in decision.program.graph.works)
     on_device = decision.of_stage
-    shared, each = sharing(on_device), 0.0
+    count_devices, each = sharing(on_device), 0.0
     for work in on_device.program.graph.works:
-        each += work.flops / shared(work.dims)
+        each += work.flops / count_devices(work.dims)
     return Arithmetic(float(total), each)
 
 
@@ -33,21 +33,21 @@ def sharing(decision: Decision) -> Callable[[Sequence[int]], int]:
     batch, sizes = decision.batch, decision.sizes
     constrained = decision.program.constraint_axes
 
-    def shared(dims: Sequence[int]) -> int:
-        count, taken = batch.parts(dims), set[str]()
+    def count_devices(dims: Sequence[int]) -> int:
+        count, used = batch.parts(dims), set[str]()
         if any(map(batch.has, dims)):
-            taken.update(decision.batch_axes)
+            used.update(decision.batch_axes)
         if decision.is_parallel(dims):
-            taken.update(decision.model_axes)
+            used.update(decision.model_axes)
             count *= decision.n
         # The program's own constraints shard other dimensions over the remaining axes.
         own: set[str] = set()
         for node in dims:
             if not batch.has(node) and not decision.is_chosen(node):
                 own.update(constrained.get(node, ()))
-        return count * prod(sizes.get(axis, 1) for axis in own - taken)
+        return count * prod(sizes.get(axis, 1) for axis in own - used)
 
-    return shared
+    return count_devices
 
 
 def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:

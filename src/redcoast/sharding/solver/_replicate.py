@@ -28,7 +28,7 @@ def replicate(layout: StorageLayout, memory: int | float, state_bytes: int) -> S
         return layout
     # What is free with everything sharded.
     used = estimate_memory(layout, state_bytes).total
-    left = _FRACTION * (FILLED * memory - used)
+    room = _FRACTION * (FILLED * memory - used)
     parameters = decision.program.parameters
     trained_bytes = sum(value.grad * value.bytes for value in parameters)
     states = state_bytes / max(1, trained_bytes)
@@ -46,8 +46,8 @@ def replicate(layout: StorageLayout, memory: int | float, state_bytes: int) -> S
     replicated: set[int] = set()
     for size in sorted(by_size):
         # All layers or none: half of them replicated would make layers unlike.
-        left -= sum(map(extra_bytes, by_size[size]))
-        if left < 0:
+        room -= sum(map(extra_bytes, by_size[size]))
+        if room < 0:
             break
         replicated.update(by_size[size])
     if not replicated:

@@ -88,8 +88,8 @@ class ExampleDims:
 
     def __init__(self, program: Program, count: int):
         self.program, self.graph = program, program.graph
-        self.classes = Classes(program.graph, count, soft=True, apart=program.owned)
-        self._anywhere = Classes(program.graph, 1, soft=True, least=2, apart=program.owned)
+        self.classes = Classes(program.graph, count, soft=True, only_hard=program.owned)
+        self._anywhere = Classes(program.graph, 1, soft=True, least=2, only_hard=program.owned)
         components: dict[int, list[_Place]] = {}
         for array, value in enumerate(program.batch_arrays):
             if value not in program.examples:

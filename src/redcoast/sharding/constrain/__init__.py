@@ -11,10 +11,10 @@ What XLA partitions wrongly or with needless communication runs in another way. 
 operands and shardings is a `BoundEquation` (`_bound_equation.py`). For these, the interpreter asks
 other files for the results:
 
-- Arrays that are split: `_attention_kernel.py`, `_split_fft.py`, `_split_lookup.py` and
-  `_split_conv.py`; for split examples, `_split_pad.py`, `_split_interpolation.py` and
-  `_split_product.py`, whose dimensions take axes in the order of `_product_order.py`. `_halos.py`
-  has what a device needs of the parts of its neighbours.
+- Arrays that are split: `_split_fft.py`, `_split_lookup.py` and `_split_conv.py`. For split
+  examples, also `_split_pad.py`, `_split_interpolation.py` and `_split_product.py`, whose
+  dimensions take axes in the order of `_product_order.py`. `_halos.py` has what a device needs of
+  the parts of its neighbours.
 - Rows that each device runs alone: `_local_choice.py` says which equations, `_local_region.py` runs
   them. `_local_operation.py` does so for single operations, and `_own_rules.py` for primitives of
   Equinox.

@@ -39,7 +39,6 @@ from ..program._trace import Arrays, trace_over
 from ..program._walk import Scope, outputs_of
 from ..solver._layout import STORAGE_AXES
 from ..tree._leaf_plans import Compute
-from ._attention_kernel import KERNELS, run_kernel
 from ._bound_equation import BoundEquation, Tables, values_of
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import (
@@ -270,7 +269,7 @@ def _has_nothing_to_constrain(bound: BoundEquation, call: Call) -> bool:
     if call.kind is not CallKind.CUSTOM_JVP:
         return False
     for equation in iter_equations(bound.inner[0].jaxpr):
-        if primitive_name(equation) in LARGE_OPERATIONS | KERNELS:
+        if primitive_name(equation) in LARGE_OPERATIONS:
             return False
         if acts_on_parts(equation) or waits_for_rows(equation):
             return False
@@ -469,5 +468,4 @@ _HANDLERS: dict[str, tuple[Handler, ...]] = {
     "random_bits": (_bits_of_rows,),
     **dict.fromkeys(POOLING, (run_split_pool,)),
     "sharding_constraint": (_own_constraint,),
-    **dict.fromkeys(KERNELS, (run_kernel,)),
 }

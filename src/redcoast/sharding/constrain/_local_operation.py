@@ -1,8 +1,9 @@
 """Runs operations that XLA cannot partition on the part of their operands that a device has.
 
 XLA gathers the operands of Fourier transforms, matrix decompositions and triangular solves, on some
-devices, although they act on each transform or matrix alone. The table of operations says along
-which dimensions; `jax.shard_map` divides those that are sharded.
+devices, although they act on each transform or matrix alone, and it cannot partition kernels. The
+table of operations says along which dimensions each element is computed alone, such as the rows and
+heads of attention; `jax.shard_map` divides those that are sharded.
 """
 
 import itertools
@@ -27,7 +28,11 @@ from ._bound_equation import BoundEquation
 from ._shardings import Shardings
 
 _WHOLE_ALONG_SOME = DECOMPOSITIONS | frozenset(["approx_top_k", "fft", "sort", "top_k"])
-KERNEL = "pallas_call"
+PALLAS = "pallas_call"
+# The kernel for attention on TPUs. Where devices cannot divide it, it is operations instead that
+# XLA partitions.
+_ATTENTION = frozenset(["dot_product_attention_bwd_splash", "dot_product_attention_fwd_splash"])
+_KERNELS = _ATTENTION | {PALLAS}
 # JAX implements these by loops that go on until all elements have converged.
 _ITERATED = frozenset(
     """
@@ -39,7 +44,7 @@ _ITERATED = frozenset(
 def acts_on_parts(equation: JaxprEqn) -> bool:
     """Whether an operation acts on parts alone that XLA computes together: vectors and matrices
     that are needed as a whole, elements that are iterated on, or those of a kernel."""
-    return primitive_name(equation) in _WHOLE_ALONG_SOME | _ITERATED | {KERNEL}
+    return primitive_name(equation) in _WHOLE_ALONG_SOME | _ITERATED | _KERNELS
 
 
 def run_operation(bound: BoundEquation) -> Arrays | None:
@@ -47,21 +52,23 @@ def run_operation(bound: BoundEquation) -> Arrays | None:
     equation, shardings = bound.equation, bound.shardings
     if not acts_on_parts(equation):
         return None
-    is_kernel, rule = primitive_name(equation) == KERNEL, rule_of(equation)
-    if is_kernel and rule is None:
+    name, rule = primitive_name(equation), rule_of(equation)
+    if name == PALLAS and rule is None:
         rule = opaque_rule(equation)
     if rule is None:
         return None
-    values = map(bound.scope.value_of, (*equation.invars, *equation.outvars))
+    values = list(map(bound.scope.value_of, (*equation.invars, *equation.outvars)))
     axes = _axes_of_factors(rule, values, shardings)
-    # The stages of a pipeline are mapped, and `jax.shard_map` would gather them.
-    runs_whole = is_kernel and not shardings.in_pipeline and prod(shardings.mesh.shape.values()) > 1
+    runs_whole = name in _KERNELS and prod(shardings.mesh.shape.values()) > 1
     if not axes and not runs_whole:
+        return None
+    if name in _ATTENTION and not _divide(axes, rule, values, shardings):
         return None
     used = frozenset(itertools.chain.from_iterable(axes.values()))
     changes: dict[str, object] = {}
-    if is_kernel:
+    if name == PALLAS:
         changes = _of_part(equation, rule, axes, shardings.mesh.shape)
+    if name in _KERNELS:
         # Kernels cannot be lowered for TPUs if XLA partitions along any axis.
         used = frozenset(shardings.mesh.axis_names)
     spec_of = partial(_spec, axes)
@@ -112,6 +119,30 @@ def _axes_of_factors(
             if is_free and rule.sizes[factor] % parts(names, sizes) == 0:
                 axes[factor] = names
     return axes
+
+
+def _divide(
+    axes: dict[Factor, tuple[str, ...]],
+    rule: Rule,
+    values: Iterable[Value | None],
+    shardings: Shardings,
+) -> bool:
+    """Whether all arrays are sharded over these axes, and divide evenly.
+
+    There may be fewer heads of keys than of queries.
+    """
+    sizes = shardings.mesh.shape
+    for value, dimensions in zip(values, (*rule.operands, *rule.results), strict=True):
+        if value is None:
+            continue
+        spec = shardings.spec(value)
+        for size, (factor, *_), entry in zip(value.shape, dimensions, spec, strict=True):
+            if not rule.is_carried(factor):
+                continue
+            names = used_axes(spec_axes(entry), sizes)
+            if names != axes.get(factor, ()) or size % parts(names, sizes):
+                return False
+    return True
 
 
 def _spec(axes: dict[Factor, tuple[str, ...]], dimensions: Sequence[Dimension]) -> P:

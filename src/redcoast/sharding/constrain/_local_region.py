@@ -74,7 +74,7 @@ from ..program._local_states import (
 )
 from ..program._trace import Arrays
 from ._custom_rules import PullBack, partial_vjp, pull_back, replace_chosen, zero_tangent
-from ._local_operation import KERNEL, acts_on_parts
+from ._local_operation import PALLAS, acts_on_parts
 from ._own_rules import bind_replaced, with_all_axes
 
 # JAX can only lower these if all axes of the mesh are manual.
@@ -334,7 +334,7 @@ class _Evaluation:
                 if isinstance(rows, int) and sizes[rows] == whole[rows]:
                     sizes[rows] //= count
                 params[key] = tuple(sizes)
-        if equation.primitive.name == KERNEL:
+        if equation.primitive.name == PALLAS:
             # The numbers of devices that dimensions of its grid are divided over.
             counts: dict[int, int] = {}
             dims = independent_dims(equation) or ()

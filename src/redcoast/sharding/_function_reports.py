@@ -16,7 +16,7 @@ from .report._data import Coupling
 from .report._masks import find_shared_masks
 from .report._promotion import find_promotions
 from .report._sums import find_sums
-from .tree._leaf_plans import model_of
+from .tree._state_plans import model_of
 
 
 def examples_coupled(

@@ -24,16 +24,10 @@ from ._plan_arguments import (
 )
 from .report._data import PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
-from .tree._leaf_plans import (
-    HOST,
-    Compute,
-    LeafPlan,
-    elementwise_states,
-    model_of,
-    plan_leaves,
-)
+from .tree._leaf_plans import HOST, Compute, LeafPlan
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import Override, model_dim
+from .tree._state_plans import elementwise_states, model_of, plan_leaves
 
 
 @dataclass(frozen=True)

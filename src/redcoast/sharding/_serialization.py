@@ -24,9 +24,10 @@ from ._plan import Plan, make_plan
 from ._plan_arguments import mesh_or_ambient
 from .report._data import ProgramReport
 from .report._text import mesh_text
-from .tree._leaf_plans import OVERRIDE, Compute, LeafPlan, Reason, Role, model_of, plan_leaves
+from .tree._leaf_plans import OVERRIDE, Compute, LeafPlan, Reason, Role
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import axes_of_spec, spec_parts
+from .tree._state_plans import model_of, plan_leaves
 
 # Of the file. It changes with the fields of what a file has, and other formats are refused.
 FORMAT = 2

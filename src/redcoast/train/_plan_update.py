@@ -17,8 +17,8 @@ from ..core._stored_specs import stored_as, stored_specs
 from ..core._tracing import trace_for
 from ..core._trainable import partition_trainable, trainable_arrays
 from ..sharding import Plan
-from ..sharding.tree._leaf_plans import elementwise_states
 from ..sharding.tree._leaves import flat_leaves
+from ..sharding.tree._state_plans import elementwise_states
 from ._labels import accept_module_labels
 from ._optimizer import call_update
 from ._state import TrainState

@@ -2,6 +2,6 @@
 
 `_leaves.py` lists the arrays of a tree with their paths. `_overrides.py` checks and applies the
 specs that a user gives. `_leaf_plans.py` has what is decided: the spec of each array with its
-reason, and `Compute`, how a program computes with them. It also plans what is like the parameters,
-as the optimizer's state is.
+reason, and `Compute`, how a program computes with them. `_state_plans.py` plans what is like the
+parameters, as the optimizer's state is.
 """

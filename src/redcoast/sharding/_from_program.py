@@ -90,8 +90,10 @@ def plan_program(
                 f"{error} A mesh without `pipe` has no such requirement."
             ) from error.__cause__
 
+    # What the program computes, and what is asked of its plan.
     program = follow()
     task = PlanTask(program, axes, specs, hardware, state_bytes, updated, sequence, accumulate)
+    # Which dimensions are sharded over which axes, and where arrays are stored for that.
     if axes.get(PIPE, 1) > 1 and program.traced.trains:
         # A pipeline divides a batch by rows alone.
         task = replace(task, pipeline=find_pipeline(BATCH_AXES))
@@ -103,6 +105,7 @@ def plan_program(
     else:
         best = choose_candidate(task, budget, follow)
         task, layout = best.task, best.layout
+    # What a plan keeps of the decision, without nodes of the graph.
     decision = layout.decision
     compute = Compute(
         dims=decision.parallel_dims,
@@ -114,6 +117,7 @@ def plan_program(
         microbatches=microbatches,
         split=decision.program.batch.split,
     )
+    # Each array with its spec and the reason for it, and the figures of the program.
     reasons = _reasons.find_reasons(leaves, decision)
     arrays: list[LeafPlan] = []
     for place, leaf in enumerate(leaves):
@@ -134,11 +138,11 @@ def _report(
     layout: StorageLayout,
     reasons: _reasons.Reasons,
     not_rows: Mapping[str, int],
-    of_rows: Program,
+    unsplit: Program,
 ) -> ProgramReport:
     """The figures of a layout.
 
-    `not_rows` are the arrays of the batch that are not rows. `of_rows` is the program before its
+    `not_rows` are the arrays of the batch that are not rows. `unsplit` is the program before its
     examples are split, which says how they are coupled, summed and masked.
     """
     decision = layout.decision
@@ -152,10 +156,10 @@ def _report(
         hindrances=_reasons.hindrances(reasons),
         traffic=traffic(sent),
         closed_over=_reasons.closed_over(reasons),
-        coupled=once(find_coupling, of_rows),
-        summed=once(find_sums, of_rows),
-        shared_masks=once(find_shared_masks, of_rows),
-        promotions=once(find_promotions, of_rows),
+        coupled=once(find_coupling, unsplit),
+        summed=once(find_sums, unsplit),
+        shared_masks=once(find_shared_masks, unsplit),
+        promotions=once(find_promotions, unsplit),
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=arithmetic(decision),
         repeated=repeated(reasons),

@@ -100,13 +100,14 @@ def run_constrained(
         if isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES:
             # What replaces transformations of its own has no other form that has the same ones.
             inner = []
+        # Arrays of the model are handed on as they are stored, or gathered where they are used.
         if arrays.takes_layers(equation):
             arrays.add_layers(equation)
         elif arrays.is_cast(equation):
             return [arrays.cast(equation, operands)]
-        # Loops and calls gather inside, where a layer is used.
-        elif not inner:
+        elif not inner:  # loops and calls gather inside
             operands = arrays.gather_all(equation, operands)
+        # Activations that products read as a whole, or that stay whole.
         if name in ("dot_general", "conv_general_dilated"):
             for place, atom in enumerate(equation.invars):
                 if not isinstance(atom, Literal):

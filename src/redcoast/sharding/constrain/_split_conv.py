@@ -62,7 +62,7 @@ def run_local_conv(bound: BoundEquation) -> Arrays | None:
     spatial = list(
         zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     )
-    is_split = False
+    is_split = False  # whether the space is
     if shardings.splits_examples and makes_kernel(equation):
         results = _kernel_gradient(bound)
         if results is not None:

@@ -24,11 +24,11 @@ class SplitWindow:
     size: int
     of_result: int
     count: int
-    left: int
-    right: int
     length: int
-    step: int
-    padding: tuple[int, int]
+    left: int = 0
+    right: int = 0
+    step: int = 0
+    padding: tuple[int, int] = (0, 0)
 
     @property
     def own(self) -> int:

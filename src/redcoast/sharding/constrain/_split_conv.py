@@ -319,4 +319,4 @@ def _window(
     first_pad = low - spread * first
     last_pad = last + low + 1 - ((length - 1) * spread + 1) - first_pad
     padding = first_pad, last_pad
-    return SplitWindow(dim, axes, image, result, count, left, right, length, step, padding)
+    return SplitWindow(dim, axes, image, result, count, length, left, right, step, padding)

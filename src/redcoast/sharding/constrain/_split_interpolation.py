@@ -39,8 +39,11 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
         if over:
             target = interpolation.targets[d]
             split_of_result[target] = over
-            sizes = value.shape[d], result.shape[target], parts(over, shardings.mesh.shape)
-            windows.append(_without_halo(d, over, *sizes))
+            count = parts(over, shardings.mesh.shape)
+            own = -(-value.shape[d] // count)  # elements, which are all that a device needs
+            windows.append(
+                SplitWindow(d, over, value.shape[d], result.shape[target], count, length=own)
+            )
     place = [window.dim for window in windows].index(interpolation.dim)
     left, right = halo
     length = left + windows[place].own + right
@@ -92,21 +95,3 @@ def run_split_interpolation(bound: BoundEquation) -> Arrays | None:
     )
     y = run(in_equal_parts(x, windows), constant)
     return [without_rest(y, of_results(windows, range(len(split)), interpolation.targets))]
-
-
-def _without_halo(
-    d: int, axes: tuple[str, ...], size: int, of_result: int, count: int
-) -> SplitWindow:
-    """A window along a split dimension, of which each device reads its own elements alone."""
-    return SplitWindow(
-        dim=d,
-        axes=axes,
-        size=size,
-        of_result=of_result,
-        count=count,
-        left=0,
-        right=0,
-        length=-(-size // count),
-        step=0,
-        padding=(0, 0),
-    )

@@ -124,41 +124,25 @@ def compute_divided(
     Returns for each member the results, shaped and stored like its arrays. On a mesh, each device
     has computed with some of the matrices.
     """
-    groups: dict[Hashable, list[int]] = {}
+    mesh, sizes = traced_mesh(), _dividing_sizes()
+    groups: dict[tuple[Hashable, bool], list[int]] = {}
     for number, member in enumerate(members):
         types = [(matrices.layout.shape, str(matrices.array.dtype)) for matrices in member]
-        groups.setdefault(tuple(types), []).append(number)
+        # Devices send each other only what is known to be stored in parts of these sizes.
+        is_known = _unchanged_axes(member, sizes) is not None
+        groups.setdefault((tuple(types), is_known), []).append(number)
     results: list[list[Array]] = [[] for _ in members]
-    for numbers in groups.values():
-        computed = _compute_group(fn, shared, [members[i] for i in numbers], like)
+    for (_, is_known), numbers in groups.items():
+        alike = [members[i] for i in numbers]
+        if mesh is None or not sizes:
+            computed = _compute_stacked(fn, shared, alike, like)
+        elif is_known:
+            computed = _exchange(fn, shared, alike, like, mesh, sizes)
+        else:
+            divided = _leave_to_compiler(fn, mesh, sizes)
+            computed = _compute_stacked(divided, shared, alike, like)
         for number, arrays in zip(numbers, computed, strict=True):
             results[number] = arrays
-    return results
-
-
-def _compute_group(
-    fn: OnStacks, shared: PyTree, members: Sequence[Sequence[StoredMatrices]], like: Sequence[int]
-) -> list[list[Array]]:
-    """`compute_divided` for members whose matrices have the same shapes."""
-    mesh, sizes = traced_mesh(), _dividing_sizes()
-    if mesh is None or not sizes:
-        return _compute_stacked(fn, shared, members, like)
-    known: list[int] = []
-    others: list[int] = []
-    for number, member in enumerate(members):
-        if _unchanged_axes(member, sizes) is None:
-            others.append(number)
-        else:
-            known.append(number)
-    results: list[list[Array]] = [[] for _ in members]
-    computed: list[list[Array]] = []
-    if known:
-        computed += _exchange(fn, shared, [members[i] for i in known], like, mesh, sizes)
-    if others:
-        divided = _leave_to_compiler(fn, mesh, sizes)
-        computed += _compute_stacked(divided, shared, [members[i] for i in others], like)
-    for number, arrays in zip([*known, *others], computed, strict=True):
-        results[number] = arrays
     return results
 
 

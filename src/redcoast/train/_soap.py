@@ -128,7 +128,7 @@ def _update_stacks(
     unbiased_mu = _rotate(mu, left.basis, right.basis) / (1 - options.b1**steps)
     unbiased_nu = nu / (1 - options.b2**steps)
     parts = unbiased_mu / (jnp.sqrt(unbiased_nu) + options.eps)
-    update = _rotate_back(parts, left.basis, right.basis)
+    update = _rotate(parts, left.basis.mT, right.basis.mT)  # back
     is_first = count == 0
     nu = jnp.where(is_first, 0, nu)
     update = jnp.where(is_first, 0, update)
@@ -147,14 +147,6 @@ def _rotate(x: Matrices, left: Matrices, right: Matrices) -> Matrices:
         x = left.mT @ x
     if right.shape[1]:
         x = x @ right
-    return x
-
-
-def _rotate_back(x: Matrices, left: Matrices, right: Matrices) -> Matrices:
-    if left.shape[1]:
-        x = left @ x
-    if right.shape[1]:
-        x = x @ right.mT
     return x
 
 

@@ -37,7 +37,7 @@ from ._compiler_options import Option, Options, check_compiler_options, compiler
 from ._debug_settings import call_debugged, is_debugged
 from ._flat_function import flatten_step, type_of, unwrap_constants
 from ._last_state import FlatState, LastState, Outline, as_tree
-from ._programs import compiled_once, jit_donating
+from ._programs import Run, compiled_once, jit_donating
 from ._step_messages import (
     check_hashable,
     match_shardings,
@@ -296,14 +296,9 @@ class CompiledStep:
 
     def _argument(self, x: PyTree) -> PyTree:
         """An array or a number among the arguments, on the devices of the step."""
-        if isinstance(x, np.ndarray):
-            if self._stays_on_host:
-                return x
-            return self._place(x)
-        return auto_array(self._place(x))
-
-    def _place(self, x: PyTree) -> PyTree:
-        return place_array(x, self._mesh, axis=self._rows_axis)
+        if isinstance(x, np.ndarray) and self._stays_on_host:
+            return x
+        return auto_array(place_array(x, self._mesh, axis=self._rows_axis))
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
         """Lowers the step, like the method of a jitted function."""
@@ -374,49 +369,30 @@ class CompiledStep:
         self, kind: _StateKind, constants: Static, arrays: Arrays, others: Arrays
     ) -> _CompiledProgram:
         jitted, traced = self._trace(kind, constants, arrays, others)
+        jaxpr, (new_state, aux) = traced.jaxpr, traced.out_info
         # Processes with different programs would wait for each other's collectives for ever.
-        agree_on_program("the program of the step", traced.jaxpr, self._mesh)
-        run, closed_over = ft.partial(call_debugged, jitted), list(consts_of(traced.jaxpr))
+        agree_on_program("the program of the step", jaxpr, self._mesh)
+        closed_over = list(consts_of(jaxpr))
+        options = tuple(self.compiler_options.items())
+        places = self._mesh, kind.shardings, kind.new_state_shardings
+        structure = jax.tree.structure(aux)
         # A program that uses a value of another trace has it as an argument more, and JAX explains
         # that when it is called.
-        is_whole = len(traced.jaxpr.in_avals) == len(jax.tree.leaves((arrays, others)))
-        if is_whole and not is_debugged():
-            run, closed_over = self._from_trace(kind, traced)
-        # A step that changes a dtype is compiled again for its own result.
-        new_types = [(x.shape, x.dtype) for x in traced.out_info[0]]
-        return _CompiledProgram(
-            run,
-            closed_over,
-            kind,
-            constants,
-            keeps_types=new_types == [(x.shape, x.dtype) for x in arrays],
-        )
-
-    def _from_trace(
-        self, kind: _StateKind, traced: jax.stages.Traced
-    ) -> tuple[Callable[..., PyTree], Arrays]:
-        """The program of a trace, and the arrays that it closes over.
-
-        It may be that of an earlier step that is the same, with the constants of this one.
-        """
-        options = tuple(self.compiler_options.items())
-        shardings = kind.shardings, kind.new_state_shardings
-        jaxpr = traced.jaxpr
-        if self._reuse_for is None:
-            compiled = jit_donating(jaxpr, self._mesh, *shardings, options)
-            closed_over = list(consts_of(jaxpr))
+        is_whole = len(jaxpr.in_avals) == len(jax.tree.leaves((arrays, others)))
+        if is_debugged() or not is_whole:
+            run = ft.partial(call_debugged, jitted)
+        elif self._reuse_for is None:
+            run = _with_aux(jit_donating(jaxpr, *places, options), structure)
         else:
-            function = self._reuse_for
+            # It may be the program of an earlier step, with the constants of this one.
             compiled, closed_over = compiled_once(
-                jaxpr, function, self._mesh, *shardings, donates=True, options=options
+                jaxpr, self._reuse_for, *places, donates=True, options=options
             )
-        structure = jax.tree.structure(traced.out_info[1])
-
-        def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:
-            arrays, aux = compiled(arrays, others)
-            return arrays, structure.unflatten(aux)
-
-        return run, closed_over
+            run = _with_aux(compiled, structure)
+        # A step that changes a dtype is compiled again for its own result.
+        new_types = [(x.shape, x.dtype) for x in new_state]
+        keeps_types = new_types == [(x.shape, x.dtype) for x in arrays]
+        return _CompiledProgram(run, closed_over, kind, constants, keeps_types)
 
     def _trace(
         self, kind: _StateKind, constants: Static, arrays: Arrays, others: Arrays
@@ -454,6 +430,16 @@ class CompiledStep:
             donate_argnums=0,
             compiler_options=self.compiler_options or None,
         )
+
+
+def _with_aux(compiled: Run, structure: jax.tree_util.PyTreeDef) -> Run:
+    """A program that returns aux as a tree."""
+
+    def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:
+        arrays, aux = compiled(arrays, others)
+        return arrays, structure.unflatten(aux)
+
+    return run
 
 
 def _copy_numpy(x: PyTree) -> PyTree:

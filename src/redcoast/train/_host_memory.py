@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from ..core._control_flow import AnyJaxpr, Call, CallKind, control_flow, open_jaxpr
+from ..core._control_flow import Call, CallKind, control_flow, open_jaxpr
 from ..core._jaxpr import (
     bind_again,
     evaluate_equations,
@@ -49,8 +49,12 @@ def update_on_device(
     old, structure = jax.tree.flatten(opt_state)
     if not any(map(_is_on_host, old)):
         return update(opt_state)
-    of_leaves = lambda *leaves: update(structure.unflatten(leaves))
-    program, output = _trace_inlined(of_leaves, list(map(abstract_array, old)))
+    types = list(map(abstract_array, old))
+    flat_update = lambda *leaves: update(structure.unflatten(leaves))
+    traced, output = jax.make_jaxpr(flat_update, return_shape=True)(*types)
+    # Without calls of elementwise functions, whose equations may be a part of the loop.
+    inlined = lambda *inputs: evaluate_inlined(traced, inputs, _is_elementwise)
+    program = jax.make_jaxpr(inlined)(*types)
     jaxpr = open_jaxpr(program)
     env = initial_env(program, old)
     on_host: set[Var] = set()  # of the new state
@@ -78,15 +82,6 @@ def update_on_device(
     of_params = len(results) - len(old)
     results[:of_params] = map(_copy_to_device, results[:of_params])
     return jax.tree.unflatten(jax.tree.structure(output), results)
-
-
-def _trace_inlined(
-    fn: Callable[..., PyTree], types: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[AnyJaxpr, PyTree]:
-    """The program of a function without calls of elementwise ones, and the types of its results."""
-    program, output = jax.make_jaxpr(fn, return_shape=True)(*types)
-    inlined = lambda *inputs: evaluate_inlined(program, inputs, _is_elementwise)
-    return jax.make_jaxpr(inlined)(*types), output
 
 
 def _is_elementwise(call: Call) -> bool:
@@ -187,7 +182,8 @@ def _find_loop(jaxpr: Jaxpr, of_state: Mapping[Var, Array]) -> _Loop | None:
     while size < len(stacked):
         size = len(stacked)
         for equation in jaxpr.eqns:
-            stacks = {x for x in _variables_of(equation) if struct_of(x).shape}
+            atoms = variables((*equation.invars, *equation.outvars))
+            stacks = {x for x in atoms if struct_of(x).shape}
             if not stacked.isdisjoint(stacks) and _keeps_elements_apart(equation):
                 chosen[id(equation)] = equation
                 stacked |= stacks
@@ -221,10 +217,6 @@ def _loop_of(jaxpr: Jaxpr, chosen: Container[int]) -> _Loop:
         else:
             shared.append(var)
     return _Loop(equations, shared, stacks, [var for var in _results(equations) if var in used])
-
-
-def _variables_of(equation: JaxprEqn) -> list[Var]:
-    return variables((*equation.invars, *equation.outvars))
 
 
 def _read_by(equations: Sequence[JaxprEqn]) -> list[Var]:

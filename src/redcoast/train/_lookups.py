@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._control_flow import AnyJaxpr, Atom, Call, consts_of, control_flow, open_jaxpr
 from ..core._frames import own_line
-from ..core._jaxpr import bind_again
+from ..core._jaxpr import bind_again, struct_of
 from ..core._pytree import ARRAYS, Arrays, abstract_tree, join, show_place, split
 from ..core._tracing import abstract_key, trace_for
 from ._loss import ExaminedLoss
@@ -52,11 +52,11 @@ class _Integers(NamedTuple):
     inputs: frozenset[int] = frozenset()
 
 
-class _IndexedAxis(NamedTuple):
-    equation: JaxprEqn
-    axis: int
+class _Indexed(NamedTuple):
+    """A lookup, without the paths, and its indices."""
+
+    lookup: Lookup
     indices: _Integers
-    where: str
 
 
 def find_lookups(loss: ExaminedLoss, *, training: bool) -> Lookups:
@@ -88,14 +88,13 @@ def _lookups_of(
         for i, x in enumerate(arrays):
             if _is_integer(x):
                 inputs[before + i] = _Integers(x, frozenset([i]))
-        indexed: list[_IndexedAxis] = []
+        indexed: list[_Indexed] = []
         _follow(jaxpr, inputs, indexed)
         # A trace may run twice; the last one counts.
         axes.clear()
         results: list[jax.Array] = []
-        for each in indexed:
-            axes.append(_lookup(each, places))
-            values = each.indices.value
+        for lookup, (values, read) in indexed:
+            axes.append(lookup._replace(paths=tuple(places[i] for i in sorted(read))))
             results.append(jnp.stack([jnp.min(values), jnp.max(values)]))  # of each lookup, (2,)
         return results
 
@@ -109,7 +108,7 @@ def _lookups_of(
 
 
 def _follow(
-    jaxpr: AnyJaxpr, inputs: Sequence[_Integers | None], indexed: list[_IndexedAxis]
+    jaxpr: AnyJaxpr, inputs: Sequence[_Integers | None], indexed: list[_Indexed]
 ) -> list[_Integers | None]:
     """The integer results that do not depend on the model; lookups are appended to `indexed`."""
     opened = open_jaxpr(jaxpr)
@@ -133,10 +132,10 @@ def _follow(
         if isinstance(call, Call):
             before = len(indexed)
             results = _follow(call.jaxpr, operands, indexed)
-            for i in range(before, len(indexed)):
+            for i, (lookup, indices) in enumerate(indexed[before:], before):
                 # A jitted function of a library contains no line of the user's code.
-                if not indexed[i].where:
-                    indexed[i] = indexed[i]._replace(where=_line(equation))
+                if not lookup.where:
+                    indexed[i] = _Indexed(lookup._replace(where=_line(equation)), indices)
         elif call is None and all(_is_integer(x.aval) for x in equation.outvars):
             results = _compute(equation, operands) or results
         env.update(zip(equation.outvars, results, strict=True))
@@ -160,37 +159,26 @@ def _compute(
     return [_Integers(value, inputs) for value in bind_again(equation, values)]
 
 
-def _indexed_axes(equation: JaxprEqn, indices: _Integers) -> list[_IndexedAxis]:
+def _indexed_axes(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
     """The axes from which a gather takes single elements by integers of the batch."""
     # Indices that are constants of the program were checked by its author.
     if not indices.inputs or indices.value.size == 0:
         return []
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     mode = GatherScatterMode.from_any(equation.params["mode"])
-    axes: list[_IndexedAxis] = []
+    is_silent = mode is not GatherScatterMode.FILL_OR_DROP
+    shape = struct_of(equation.invars[0]).shape
+    indexed: list[_Indexed] = []
     # The last dimension of the indices has one number for each of these axes of the operand.
     for place, axis in enumerate(numbers.start_index_map):
         # `jnp.take(..., mode="clip")` asks for the last element; a slice under `jax.vmap` does not.
         is_asked_for = mode is GatherScatterMode.CLIP and axis in numbers.collapsed_slice_dims
         # Longer slices come from cutting, where an end beyond the array is usual.
         if sizes[axis] == 1 and not is_asked_for:
-            column = _Integers(indices.value[..., place], indices.inputs)
-            axes.append(_IndexedAxis(equation, axis, column, _line(equation)))
-    return axes
-
-
-def _lookup(indexed: _IndexedAxis, places: Sequence[str]) -> Lookup:
-    equation = indexed.equation
-    operand: PyTree = equation.invars[0].aval
-    shape = tuple(operand.shape)
-    mode = GatherScatterMode.from_any(equation.params["mode"])
-    return Lookup(
-        indexed.where,
-        shape,
-        shape[indexed.axis],
-        tuple(places[i] for i in sorted(indexed.indices.inputs)),
-        silent=mode is not GatherScatterMode.FILL_OR_DROP,
-    )
+            column = indices._replace(value=indices.value[..., place])
+            lookup = Lookup(_line(equation), shape, shape[axis], paths=(), silent=is_silent)
+            indexed.append(_Indexed(lookup, column))
+    return indexed
 
 
 def _line(equation: JaxprEqn) -> str:

@@ -61,8 +61,7 @@ def starting_state(
         refuse_per_example(model_or_state.opt_state)
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         warn_of_shared(model_or_state.model, trainable)
-        _warn_of_trained_base(model_or_state.model, trainable)
-        _warn_of_narrow_floats(model_or_state.model, trainable)
+        _warn_of_parameters(model_or_state.model, trainable)
         # A state that was trained in another precision gets what this one needs.
         state = with_loss_scale(model_or_state, training.compute_dtype)
         state = with_average(state, average, trainable)
@@ -80,8 +79,7 @@ def starting_state(
         # A function that makes a model is called only on the devices, so that no host needs room
         # for it.
         abstract = eqx.filter_eval_shape(create)
-        _warn_of_trained_base(abstract.model, trainable)
-        _warn_of_narrow_floats(abstract.model, trainable)
+        _warn_of_parameters(abstract.model, trainable)
         return abstract, key, lambda shardings: create(shardings=shardings)
     refuse_deleted(
         model_or_state,
@@ -89,35 +87,28 @@ def starting_state(
         "Pass the model of the state that the last step returned, `state.model`.",
     )
     warn_of_shared(model_or_state, trainable)
-    _warn_of_trained_base(model_or_state, trainable)
-    _warn_of_narrow_floats(model_or_state, trainable)
-    create = lambda model, key: state_of(model, optimizer, key=key, **options)
+    _warn_of_parameters(model_or_state, trainable)
+    create = ft.partial(state_of, optimizer=optimizer, **options)
     abstract = eqx.filter_eval_shape(create, model_or_state, key)
     # With a copy of the model: a step donates its state, and the user keeps the model.
     make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **options)
     return abstract, key, lambda shardings: make(shardings=shardings)
 
 
-def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
-    """Warns if a model has adapters and `trainable` was not passed, so that all weights are
-    trained."""
-    # The user has chosen, and so needs no warning.
-    if trainable is not eqx.is_inexact_array:
-        return
+def _warn_of_parameters(model: PyTree, trainable: PyTree) -> None:
+    """Warns of weights that adapters adapt and that are trained too, unless the user has chosen
+    what is trained; and of parameters that an optimizer cannot train."""
     is_adapted = lambda x: isinstance(x, AbstractLowRank)
     layers = jax.tree.leaves(model, is_leaf=is_adapted)
     adapted_weights = [layer.weight for layer in layers if is_adapted(layer)]
-    if any(map(is_inexact, jax.tree.leaves(adapted_weights))):
+    is_trained = any(map(is_inexact, jax.tree.leaves(adapted_weights)))
+    if is_trained and trainable is eqx.is_inexact_array:
         warn(
             "The model has LoRA adapters, and without `trainable` the weights that they adapt are "
             "trained too. To train the adapters only, pass "
             "`trainable=redcoast.lora.trainable(model)`. To train all, pass "
             "`trainable=lambda model: model`, and there is no warning."
         )
-
-
-def _warn_of_narrow_floats(model: PyTree, trainable: PyTree) -> None:
-    """Warns of parameters that an optimizer cannot train."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract_trainable(model, trainable))
     for dtype in sorted({x.dtype for _, x in leaves}, key=str):
         if dtype.itemsize > 2 or dtype == jnp.bfloat16:

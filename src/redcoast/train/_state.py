@@ -1,6 +1,7 @@
 """The training state, and its creation at step 0."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,7 @@ def init_state(
             model = init_fn(model_key)
         if shardings is None:  # otherwise it was given for the abstract state
             warn_of_shared(model, trainable)
-        return state_of(model, optimizer, key=key, **options)
+        return state_of(model, key, optimizer=optimizer, **options)
 
     if shardings is None:
         return create(key)
@@ -167,7 +168,7 @@ def state_of_model(
     **options: Any,
 ) -> TrainState:
     """Creates the state at step 0 from a copy of a model."""
-    create = lambda model, key: state_of(model, optimizer, key=key, **options)
+    create = ft.partial(state_of, optimizer=optimizer, **options)
     refuse_filter_of_numpy(model, options["trainable"])
     # Copies: training donates its state.
     if shardings is None:
@@ -179,9 +180,9 @@ def state_of_model(
 
 def state_of(
     model: PyTree,
-    optimizer: optax.GradientTransformation,
-    *,
     key: PRNGKeyArray,
+    *,
+    optimizer: optax.GradientTransformation,
     compute_dtype: ComputeDtype,
     trainable: PyTree,
     average: int | float | None = None,

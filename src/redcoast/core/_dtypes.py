@@ -65,15 +65,13 @@ def keep_large_counts(results: list[PyTree]) -> list[PyTree]:
 
     A trace would cast them to int32, in which they are other numbers.
     """
-    return [_keep_large_count(x) for x in results]
-
-
-def _keep_large_count(x: PyTree) -> PyTree:
-    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu":
-        return x
-    if np.array_equal(x.astype(jax.dtypes.canonicalize_dtype(x.dtype)), x):
-        return x
-    return x.astype(np.float32)
+    cast = list(results)
+    for i, x in enumerate(results):
+        if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu":
+            narrow = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+            if not np.array_equal(narrow, x):
+                cast[i] = x.astype(np.float32)
+    return cast
 
 
 def has_numbers(dtype: np.dtype) -> bool:

@@ -155,10 +155,10 @@ def show_place(path: KeyPath, of: str, root: str = "") -> str:
     """Formats the path of a leaf of data: as `show_path`, or, in a tuple or a list, as Python reads
     it: `batch[0]`, where `of` is `batch`.
 
-    `root` stands for the empty path.
+    `root` stands for the empty path. Without a name in `of`, it is always as `show_path`.
     """
     indices = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
-    if not (path and isinstance(path[0], indices)):
+    if not (of and path and isinstance(path[0], indices)):
         return show_path(path, root)
     return of + "".join(map(_show_key, path))
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ._errors import noting, several
 from ._frames import LastNote, RaisedBy, is_hidden
-from ._pytree import show_path, show_place
+from ._pytree import show_place
 
 MOST = 1000  # examples that are compared
 # How redcoast calls the user's functions.
@@ -57,10 +57,8 @@ def describe(tree: PyTree, of: str = "") -> str:
     `of` is the name of the tree, as in `batch[0] float32[64, 16]`, if it is data.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    show = show_path
-    if of:
-        show = lambda path: show_place(path, of)
-    return several([f"{show(path)} {_kind(x)}".strip() for path, x in leaves]) or "empty"
+    arrays = [f"{show_place(path, of)} {_kind(x)}".strip() for path, x in leaves]
+    return several(arrays) or "empty"
 
 
 def calling(

@@ -208,13 +208,10 @@ class Batches:
 
             return jax.tree.map(take_rows, batch, is_leaf=is_per_batch)
         assert self.collate_fn is not None
-        # Any seed, so that each call returns the same.
-        seed = np.zeros(2, np.uint64)
-        generators = lambda: example_generators([0] * len(indices), indices, seed)
-        rngs = generators
+        examples = self._first_examples(indices)
         if not augment:
-            rngs = lambda: None
-        return collate(self.collate_fn, self._first_examples(indices), indices, rngs)
+            return collate(self.collate_fn, examples, indices, lambda: None)
+        return collate(self.collate_fn, examples, indices, _any_generators(indices))
 
     def _own_rows(self) -> int:
         """The number of rows of the next batch that the source makes."""
@@ -229,8 +226,7 @@ class Batches:
             return Collating(self.collate_fn, self.mesh).own_host_batch(item, 0)[0]
 
         def read(own: list[int]) -> tuple[Examples, list[int], Rngs]:
-            rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
-            return self._first_examples(own), own, rngs
+            return self._first_examples(own), own, _any_generators(own)
 
         return Collating(self.collate_fn, self.mesh).host_batch(self.batch_size, read)[0]
 
@@ -543,6 +539,11 @@ def batches(
     options = {"batch_size": batch_size, "key": key, "epochs": epochs, "steps": steps}
     mesh = ambient_or_default(mesh)
     return Batches(examples, collate_fn, mesh=mesh, threads=threads, **options)
+
+
+def _any_generators(indices: list[int]) -> Rngs:
+    """Generators of examples that are not of a run, the same in each call."""
+    return ft.partial(example_generators, [0] * len(indices), indices, np.zeros(2, np.uint64))
 
 
 def _position(step: int, batch_size: int, length: int | None) -> int:

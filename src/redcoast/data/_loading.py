@@ -1,6 +1,7 @@
 """Loads batches to the devices, a few batches ahead."""
 
 import contextlib
+import functools as ft
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from time import perf_counter
@@ -200,7 +201,7 @@ def training_batches(
             epochs, indices = parts
             if len(own) < rows:  # the rows of this process's devices
                 epochs, indices = [epochs[i] for i in own], [indices[i] for i in own]
-            rngs = lambda: example_generators(epochs, indices, seed)
+            rngs = ft.partial(example_generators, epochs, indices, seed)
             if epochs[0] == epochs[-1]:
                 with of_epoch.using(epochs[0]) as dataset:
                     return fetch(dataset, indices, reading, stacks=stacks), indices, rngs
@@ -278,7 +279,7 @@ def stream_batches(
                 )
             # Of a stream, an index is the position of an example.
             indices = [position - rows + i for i in own]
-            rngs = lambda: example_generators([0] * len(own), indices, seed)
+            rngs = ft.partial(example_generators, [0] * len(own), indices, seed)
             own_examples = examples
             if parts == 1:
                 own_examples = [examples[i] for i in own]
@@ -326,7 +327,11 @@ def ordered_batches(
     collating = Collating(collate_fn, mesh)
     if isinstance(examples, OwnBatches):
         stream = read_batches(examples, name=name)
-        make_own = lambda item: collating.of_own(item[1], item[0])
+
+        def make_own(numbered: tuple[int, PyTree]) -> Loaded:
+            number, item = numbered
+            return collating.of_own(item, number)
+
         return with_positions(prefetch(make_own, enumerate(stream), **threads._asdict()), 0)
     assert batch_size is not None
     source = read_source(examples, epochs=1, name=name)
@@ -353,7 +358,10 @@ def read_batches(batches: OwnBatches, *, epochs: int | None = 1, name: str = "ex
     source = read_source(batches.source, epochs=epochs, name=name, batched=True)
     if isinstance(source, Stream):
         return source
-    in_order = lambda epoch: map(source(epoch).__getitem__, range(source.length))
+
+    def in_order(epoch: int) -> Iterator[PyTree]:
+        return map(source(epoch).__getitem__, range(source.length))
+
     return RepeatedStream(in_order, epochs=epochs, name=name)
 
 

@@ -143,7 +143,13 @@ def _parts_that_differ(lines: Sequence[str]) -> list[str]:
         begin = max(0, _common_prefix(lines) - _LONGEST // 3)
     if begin:
         before = "..."
-    return [before + _shortened(line[begin:]) for line in lines]
+    shortened: list[str] = []
+    for line in lines:
+        part = line[begin:]
+        if len(part) > _LONGEST:
+            part = f"{part[:_LONGEST]}..."
+        shortened.append(before + part)
+    return shortened
 
 
 def _difference(name: str, texts: Sequence[str]) -> str:
@@ -153,9 +159,3 @@ def _difference(name: str, texts: Sequence[str]) -> str:
         who.setdefault(text, []).append(process)
     versions = [f"{text} on {name_processes(ids)}" for text, ids in who.items()]
     return f"{name}: {several(versions, 8, separator='; ', noun=' versions')}."
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:_LONGEST]}..."

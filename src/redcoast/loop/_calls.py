@@ -287,7 +287,9 @@ def plan_calls(
             f"`steps_per_call={steps_per_call}` does not work here, because {obstacle}. Leave it "
             "out."
         )
-    if most is None or most < 2 or obstacle or _needs_single_steps():
+    # With these settings of JAX, errors are raised at operations, and must name their step.
+    debugs = is_debugged() or getattr(jax.config, "jax_debug_key_reuse")  # noqa: B009  # no type
+    if most is None or most < 2 or obstacle or debugs:
         return Calls(alone, data, None, Pace(1, fixed=True), None)
     # Stacking needs the batches before they are on the devices.
     data.on_host = True
@@ -311,9 +313,3 @@ def _obstacle(data: Batches, log: Log | Sequence[Log] | Literal[False] | None) -
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(data.spec)):
         return "the batches have typed keys, which cannot be stacked on the host"
     return ""
-
-
-def _needs_single_steps() -> bool:
-    """Whether a setting of JAX asks for errors at the operations that cause them, which must name
-    their step."""
-    return is_debugged() or getattr(jax.config, "jax_debug_key_reuse")  # noqa: B009  # no type

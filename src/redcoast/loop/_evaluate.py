@@ -107,13 +107,8 @@ def evaluate(
         )
         ```
     """
-    refuse_after_signal("evaluate", trains=False)
-    refuse_state(model, "evaluate")
-    remedy = "It compiles its own program: call `loss_fn` there."
-    refuse_traced((model, key), "evaluate", remedy)
+    _check_call("evaluate", model, key, instead="loss_fn")
     check_functions(loss_fn=loss_fn)
-    if key is not None:
-        check_key(key)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)
     mesh = with_auto_axes(ambient_or_default(mesh))
@@ -141,6 +136,16 @@ def evaluate(
         placed = place_tree(model, plan.shardings)
         check_program("the program of the loss", evaluation, placed, first.arrays, key)
         return run_evaluation(evaluation, placed, batches, key)
+
+
+def _check_call(name: str, model: PyTree, key: PRNGKeyArray | None, *, instead: str) -> None:
+    """Raises if the public function `name` cannot run here, or with this model and key. In a trace,
+    `instead` can be called."""
+    refuse_after_signal(name, trains=False)
+    refuse_state(model, name)
+    refuse_traced((model, key), name, f"It compiles its own program: call `{instead}` there.")
+    if key is not None:
+        check_key(key)
 
 
 class _Loading(NamedTuple):
@@ -213,19 +218,11 @@ def predict_examples(
         )
         ```
     """
-    refuse_after_signal("predict_examples", trains=False)
-    refuse_state(model, "predict_examples")
-    refuse_traced(
-        (model, key),
-        "predict_examples",
-        "It compiles its own program: call `redcoast.predict` there.",
-    )
+    _check_call("predict_examples", model, key, instead="redcoast.predict")
     check_functions(predict_fn=predict_fn)
     if output_fn is not None:
         check_functions(output_fn=output_fn)
     check_choice("gather", gather, ("all", "first", "none"))
-    if key is not None:
-        check_key(key)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)
     mesh = with_auto_axes(ambient_or_default(mesh))

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..core._errors import listed, several
 from ..core._frames import own_line, warn
-from ..core._pytree import ARRAYS, show_path, show_place, split
+from ..core._pytree import ARRAYS, show_place, split
 from ..core._trainable import partition_trainable
 from ..data._batches import Batch, Batches
 from ..data._loading import Loaded
@@ -128,12 +128,11 @@ def find_nonfinite(
     flags = jax.device_get(CompiledCall(find, plan.shardings, plan.mesh)(state, batch.arrays))
     params = {"model": part(state.model)[0]}
     inspected = _floating(state), _floating(params), _floating(batch.arrays, of="batch")
-    return Nonfinite(*map(_raised, inspected, flags))
-
-
-def _raised(arrays: dict[str, PyTree], flags: dict[str, PyTree]) -> dict[str, PyTree]:
-    """The flags that are set, in the order of the arrays."""
-    return {path: flags[path] for path in arrays if np.any(flags[path])}
+    nonfinite: list[dict[str, PyTree]] = []
+    for arrays, flag_of in zip(inspected, flags, strict=True):
+        # In the order of the arrays, which the program's results do not have.
+        nonfinite.append({path: flag_of[path] for path in arrays if np.any(flag_of[path])})
+    return Nonfinite(*nonfinite)
 
 
 def _key(state: TrainState) -> jax.Array:
@@ -155,10 +154,7 @@ def _nonfinite_rows(x: jax.Array) -> jax.Array:
 def _floating(tree: PyTree, *, of: str = "") -> dict[str, PyTree]:
     """The floating arrays of a tree, by path; `of` is its name if it is data."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    show = show_path
-    if of:
-        show = lambda path: show_place(path, of)
-    return {show(path): x for path, x in leaves if eqx.is_inexact_array(x)}
+    return {show_place(path, of): x for path, x in leaves if eqx.is_inexact_array(x)}
 
 
 def _integers(batch: Batch | Loaded) -> dict[str, PyTree]:

@@ -587,14 +587,15 @@ def _refuse_other_average(
     path: Path, wanted: dict[Names, ArrayLike], saved: dict[Names, Described]
 ) -> None:
     """Raises `CheckpointMismatch` if only one of the run and its checkpoint averages weights."""
-    averages = lambda arrays: any(names[0] == "average" for names in arrays)
-    if averages(wanted) and not averages(saved):
+    is_wanted = any(names[0] == "average" for names in wanted)
+    is_saved = any(names[0] == "average" for names in saved)
+    if is_wanted and not is_saved:
         raise CheckpointMismatch(
             f"{path} was saved without an average of the weights, and this run has `average`. "
             "Leave it out; or load the state with `load_checkpoint`, and pass it to `fit` with "
             "`average` and another directory."
         )
-    if averages(saved) and not averages(wanted):
+    if is_saved and not is_wanted:
         raise CheckpointMismatch(
             f"{path} was saved with an average of the weights, and this run has none. Pass "
             "`average`; or load the state with `load_checkpoint`, replace its `average` by `None`, "
@@ -604,21 +605,22 @@ def _refuse_other_average(
 
 def _differences(wanted: dict[Names, ArrayLike], saved: dict[Names, Described], other: str) -> str:
     """Sentences about the names, shapes and dtypes that differ; empty if none do."""
-    show = lambda names: "/".join(names)
+    show = "/".join
     missing, extra = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or extra:
         return (
             f"Only in {other}: {several([*map(show, missing)], 5) or 'nothing'}. "
             f"Only in the checkpoint: {several([*map(show, extra)], 5) or 'nothing'}."
         )
-    kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"
-    native = lambda x: np.dtype(x.dtype).newbyteorder("=")
     differences: list[str] = []
     for names in sorted(wanted):
         ours, theirs = _stored(wanted[names]), saved[names]
-        if tuple(ours.shape) != tuple(theirs.shape) or native(ours) != native(theirs):
-            text = f"{show(names)} is {kind(theirs)} in the checkpoint and {kind(ours)} in {other}"
-            differences.append(text)
+        own, other_dtype = (np.dtype(x.dtype).newbyteorder("=") for x in (ours, theirs))
+        if tuple(ours.shape) != tuple(theirs.shape) or own != other_dtype:
+            differences.append(
+                f"{show(names)} is {other_dtype.name}{list(theirs.shape)} in the checkpoint and "
+                f"{own.name}{list(ours.shape)} in {other}"
+            )
     if not differences:
         return ""
     return f"{several(differences, 3, separator='; ')}."

@@ -156,15 +156,15 @@ class HostEnvs:
         reset_key, *keys = jax.random.split(key, steps + 1)
         if self.observation is None:
             self.reset(reset_key)
-        taken = [self.step(np.asarray(policy(self.observation, key))) for key in keys]
-        return jax.tree.map(lambda *x: np.stack(x, axis=1), *taken)
+        steps = [self.step(np.asarray(policy(self.observation, key))) for key in keys]
+        return jax.tree.map(lambda *x: np.stack(x, axis=1), *steps)
 
 
 def scaled(env: gymnasium.Env) -> gymnasium.Env:
     if not isinstance(env.action_space, gymnasium.spaces.Box):
         return env
-    one = np.ones(env.action_space.shape, np.float32)
-    return gymnasium.wrappers.RescaleAction(env, -one, one)
+    ones = np.ones(env.action_space.shape, np.float32)
+    return gymnasium.wrappers.RescaleAction(env, -ones, ones)
 
 
 def mean_return(name: str, policy: Policy, *, episodes: int, key: PRNGKeyArray) -> float:

@@ -97,8 +97,8 @@ def existing_run(root: Path, name: str) -> Path:
 def from_json(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass of options from a `config.json`; what it lacks has its default."""
     hints = typing.get_type_hints(kind)
-    fields = [one.name for one in dataclasses.fields(kind) if one.name in values]
-    return kind(**{name: _convert(hints[name], values[name]) for name in fields})
+    names = [x.name for x in dataclasses.fields(kind) if x.name in values]
+    return kind(**{name: _convert(hints[name], values[name]) for name in names})
 
 
 def _convert(kind: Any, value: Any) -> Any:

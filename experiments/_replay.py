@@ -13,9 +13,9 @@ Arrays = dict[str, Any]
 def empty_buffer(num_envs: int, steps: int, **shapes: tuple[int, ...]) -> Arrays:
     """Creates a buffer for the newest `steps` transitions of each environment, given the shapes of
     what is kept of a transition, such as `reward=()`."""
-    kept = {name: jnp.zeros((num_envs, steps, *shape)) for name, shape in shapes.items()}
+    arrays = {name: jnp.zeros((num_envs, steps, *shape)) for name, shape in shapes.items()}
     # The number of transitions that were added of each environment, which may exceed `steps`.
-    return {"kept": kept, "added": jnp.int32(0)}
+    return {"kept": arrays, "added": jnp.int32(0)}
 
 
 def add(buffer: Arrays, transitions: Arrays) -> Arrays:
@@ -30,8 +30,8 @@ def add(buffer: Arrays, transitions: Arrays) -> Arrays:
         new = jnp.asarray(new, old.dtype)
         return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
 
-    kept = {name: write(old, transitions[name]) for name, old in buffer["kept"].items()}
-    return {"kept": kept, "added": buffer["added"] + count}
+    arrays = {name: write(old, transitions[name]) for name, old in buffer["kept"].items()}
+    return {"kept": arrays, "added": buffer["added"] + count}
 
 
 def sample(buffer: Arrays, rows: int, key: PRNGKeyArray) -> Arrays:

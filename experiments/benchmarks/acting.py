@@ -37,7 +37,7 @@ def main(devices: int = 8, observations: int = 16, width: int = 64) -> None:
     mesh = rc.make_mesh()
     policy = eqx.nn.MLP(4, 2, width, 2, key=jax.random.key(0))
     policy = eqx.filter_shard(policy, jax.sharding.NamedSharding(mesh, jax.P()))
-    one = on_one_device(policy, mesh)
+    alone = on_one_device(policy, mesh)
     rows = np.ones((observations, 4), np.float32)
     act = eqx.filter_jit(lambda policy, rows: jax.vmap(policy)(rows).argmax(axis=1))
     place = rc.batch_shardings(rows, mesh) if observations % devices == 0 else None
@@ -48,7 +48,7 @@ def main(devices: int = 8, observations: int = 16, width: int = 64) -> None:
             np.asarray(act(policy, rows if place is None else jax.device_put(rows, place)))
         return 1000 * (time.perf_counter() - begin) / CALLS
 
-    turns = [(milliseconds(policy, place), milliseconds(one, None)) for _ in range(TURNS + 1)][1:]
+    turns = [(milliseconds(policy, place), milliseconds(alone, None)) for _ in range(TURNS + 1)][1:]
     print(f"jax {jax.__version__}, {devices} emulated devices, {observations} observations")
     for name, times in zip(
         (f"{devices} devices", "one device"), zip(*turns, strict=True), strict=True

@@ -63,19 +63,19 @@ def main(
     table = Printed()
     table.add(HEADER, "| ---: " * 10 + "|")
     for case in cases:
-        found: dict[str, list[Any]] = {name: [] for name in SETTINGS}
+        measured: dict[str, list[Any]] = {name: [] for name in SETTINGS}
         for _ in range(rounds):
             for name, variables in SETTINGS.items():
-                found[name].append(measure_apart(case, steps, variables))
-        table.add(row(case, found))
+                measured[name].append(measure_apart(case, steps, variables))
+        table.add(row(case, measured))
     table.write(page, "allocator")
 
 
-def row(case: tuple[int, int, int], found: dict[str, list[Any]]) -> str:
-    middle = lambda name, figure: statistics.median(one[figure] for one in found[name])
+def row(case: tuple[int, int, int], measured: dict[str, list[Any]]) -> str:
+    middle = lambda name, figure: statistics.median(result[figure] for result in measured[name])
     default, _, ours = SETTINGS
-    pairs = zip(found[ours], found[default], strict=True)
-    ratios = [one["seconds"] / other["seconds"] for one, other in pairs]
+    pairs = zip(measured[ours], measured[default], strict=True)
+    ratios = [own["seconds"] / other["seconds"] for own, other in pairs]
     cells = [
         *map(str, case),
         *(f"{middle(name, 'faults'):,.0f}" for name in SETTINGS),

@@ -54,8 +54,10 @@ def main(
         shapes = [(1, count, n, head_dim) for n in (heads, kv_heads, kv_heads)]
         for name, fn in (("all pairs", all_pairs), ("in blocks", in_blocks)):
             with compiling_for(target_of(device)):
-                compiled = [compile_for(device, one, shapes) for one in (fn, gradients(fn))]
-            sizes = [one.memory_analysis().temp_size_in_bytes / 2**20 for one in compiled]
+                compiled = [
+                    compile_for(device, function, shapes) for function in (fn, gradients(fn))
+                ]
+            sizes = [program.memory_analysis().temp_size_in_bytes / 2**20 for program in compiled]
             line = f"| {count:,} | {name} | {sizes[0]:,.0f} | {sizes[1]:,.0f} |"
             print(line + (f" {seconds(compiled[1], shapes):.2f} |" if platform == "cpu" else ""))
 

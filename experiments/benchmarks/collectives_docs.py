@@ -87,12 +87,12 @@ def folded(title: str, text: str) -> str:
 def claim_list(claims: list[dict[str, Any]]) -> str:
     """Each claim with its worst figure, and the places where it does not hold."""
     lines = []
-    for found in claims:
-        met = found["checked"] - len(found["failed"])
-        mark = "Holds" if found["holds"] else "Does not hold everywhere"
-        of = f"{met} of {found['checked']}; worst: {found['worst']}"
-        lines.append(f"- **{mark}**: {found['claim']} ({of})")
-        lines += [f"    - {line}" for line in found["failed"]]
+    for result in claims:
+        met = result["checked"] - len(result["failed"])
+        mark = "Holds" if result["holds"] else "Does not hold everywhere"
+        of = f"{met} of {result['checked']}; worst: {result['worst']}"
+        lines.append(f"- **{mark}**: {result['claim']} ({of})")
+        lines += [f"    - {line}" for line in result["failed"]]
     return "\n".join(lines)
 
 

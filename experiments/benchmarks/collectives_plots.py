@@ -59,8 +59,8 @@ def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) ->
         return
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.3 * len(places)), layout="constrained")
     for name, style in STYLES.items():
-        here = [(y, found) for y, found in enumerate(places.values()) if name in found]
-        values = [found[name]["sent_bytes"] / found[base]["sent_bytes"] for _, found in here]
+        here = [(y, row) for y, row in enumerate(places.values()) if name in row]
+        values = [row[name]["sent_bytes"] / row[base]["sent_bytes"] for _, row in here]
         if here:
             marks: dict[str, Any] = {"fillstyle": "none", "linestyle": "none"} | style
             axes.plot(values, [y for y, _ in here], label=name, **marks)

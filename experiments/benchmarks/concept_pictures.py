@@ -50,11 +50,11 @@ def box(x: float, y: float, width: float, height: float, fill: str, style: str =
     return f'{shape} fill="{fill}" stroke="#444444" {style}/>'
 
 
-def array(x: float, y: float, width: float, held: str, device: int) -> list[str]:
+def array(x: float, y: float, width: float, shown: str, device: int) -> list[str]:
     """An array of which a device holds all, a half of the rows or a half of the columns."""
-    if held == "all":
+    if shown == "all":
         return [box(x, y, width, SIZE, SHARED)]
-    across = held == "columns"
+    across = shown == "columns"
     part = (width / 2, SIZE) if across else (width, SIZE / 2)
     at = (x + device * width / 2, y) if across else (x, y + device * SIZE / 2)
     whole = box(x, y, width, SIZE, "none", 'stroke-dasharray="3 3"')
@@ -92,7 +92,7 @@ def drawing(width: float, height: float, drawn: list[str]) -> str:
 
 def parallelism() -> str:
     panels = [panel(290 * i + 5, kind) for i, kind in enumerate(KINDS)]
-    return drawing(850, 236, [part for one in panels for part in one])
+    return drawing(850, 236, [part for parts in panels for part in parts])
 
 
 class Question(NamedTuple):

@@ -63,7 +63,7 @@ def main(
     ours = lambda model, tokens: model(tokens)
     data = list(rows), batch_size
     apart = jax.tree.map(jnp.copy, by_layer(model))
-    made = {
+    programs = {
         "Flax, by hand": by_hand(theirs.params, logits_of, *data),
         "redcoast, by hand": by_hand(model, ours, *data),
         "redcoast, by hand, an array for each layer": by_hand(apart, ours, *data),
@@ -73,20 +73,20 @@ def main(
         "Redco's trainer": (with_redco("gpt2", layers, 1, *data), "", None),
         "redcoast, `fit`": (with_fit("gpt2", layers, "data=8", *data), "", None),
     }
-    found = {name: [] for name in made}
+    times = {name: [] for name in programs}
     for _ in range(turns + 1):
-        for name, (turn, _, _) in made.items():
-            found[name].append(turn())
+        for name, (turn, _, _) in programs.items():
+            times[name].append(turn())
     table = Printed()
     table.add(
         "| program | " + " | ".join(COUNTED) + " | MB of temporaries | ratio | least and most |"
     )
     table.add("| --- " + "| ---: " * (len(COUNTED) + 3) + "|")
-    for name, (_, text, size) in made.items():
+    for name, (_, text, size) in programs.items():
         counts = Counter(re.findall(r" ([a-z\-]+)\(", text))
         cells = [str(counts[x]) if text else "" for x in COUNTED]
         cells += ["" if size is None else f"{size / 1e6:.0f}"]
-        pairs = zip(found[name][1:], found["Flax, by hand"][1:], strict=True)
+        pairs = zip(times[name][1:], times["Flax, by hand"][1:], strict=True)
         ratios = [x / y for x, y in pairs]  # the first turn compiles
         ends = f"{min(ratios):.2f} {max(ratios):.2f}"
         table.add(f"| {name} | {' | '.join(cells)} | {statistics.median(ratios):.2f} | {ends} |")

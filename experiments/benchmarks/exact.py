@@ -107,7 +107,7 @@ def make_mode(c: Config, mesh_name: str, exact: bool) -> Mode:
         return loss, {"off": off}
 
     def roll_out() -> dict[str, np.ndarray]:
-        found = rc.generate(
+        generated = rc.generate(
             state.model,
             prompts,
             c.new,
@@ -119,10 +119,10 @@ def make_mode(c: Config, mesh_name: str, exact: bool) -> Mode:
         )
         nothing = np.zeros((c.prompts, c.prompt - 1), np.float32)
         return {
-            "tokens": np.concatenate([prompts, found.tokens], axis=1).astype(np.int32),
-            "real": np.concatenate([real, found.mask], axis=1),
-            "answer": np.concatenate([nothing.astype(bool), found.mask], axis=1),
-            "old": np.concatenate([nothing, found.log_probabilities], axis=1),
+            "tokens": np.concatenate([prompts, generated.tokens], axis=1).astype(np.int32),
+            "real": np.concatenate([real, generated.mask], axis=1),
+            "answer": np.concatenate([nothing.astype(bool), generated.mask], axis=1),
+            "old": np.concatenate([nothing, generated.log_probabilities], axis=1),
             "advantage": advantage,
         }
 

@@ -66,8 +66,8 @@ class Example:
     fits_before: int = 0  # calls of `rc.fit` before the one whose step is timed
 
     def reached(self, results: dict[str, float]) -> bool:
-        found = results[self.figure]
-        return found <= self.threshold if self.lower_is_better else found >= self.threshold
+        figure = results[self.figure]
+        return figure <= self.threshold if self.lower_is_better else figure >= self.threshold
 
 
 EXAMPLES = (
@@ -201,8 +201,8 @@ EXAMPLES = (
 
 
 def example_of(name: str) -> Example:
-    (found,) = (example for example in EXAMPLES if example.name == name)
-    return found
+    (match,) = (example for example in EXAMPLES if example.name == name)
+    return match
 
 
 def count_lines(text: str) -> tuple[int, int]:
@@ -237,11 +237,11 @@ def run(name: str, seed: int, directory: Path, *options: str) -> dict[str, float
 def step_time_ratio(name: str) -> float:
     """The time of a step of `rc.fit`, divided by that of a hand-written loop; the median of a few
     turns, in which both take turns."""
-    found = loop_arguments(name)
+    loop = loop_arguments(name)
     ours, theirs = (time_of_fit, time_of_loop)
-    if "step" in found:  # a loop of its own
+    if "step" in loop:  # a loop of its own
         ours, theirs = (time_of_compiled_step, time_of_jitted_step)
-    return statistics.median(ours(found) / theirs(found) for _ in range(REPEATS))
+    return statistics.median(ours(loop) / theirs(loop) for _ in range(REPEATS))
 
 
 def loop_arguments(name: str) -> dict[str, Any]:
@@ -270,29 +270,29 @@ def loop_arguments(name: str) -> dict[str, Any]:
     raise SystemExit(f"{name} called neither `rc.fit` nor `run_learner`.")
 
 
-def time_of_fit(found: dict[str, Any]) -> float:
+def time_of_fit(loop: dict[str, Any]) -> float:
     """Seconds of a step of `fit`, without evaluation and checkpoints."""
     times: list[float] = []
     log = [rc.progress_logger(False), lambda metrics, step: times.append(time.perf_counter())]
     changed = {"evaluation": None, "checkpoints": None, "log": log, "steps": WARM_UP + TIMED}
-    arguments = found | changed
+    arguments = loop | changed
     essential = [arguments.pop(name) for name in ("model", "optimizer", "examples")]
     complete(rc.fit(*essential, **arguments), WARM_UP + TIMED)
     return (times[-1] - times[WARM_UP - 1]) / TIMED
 
 
-def time_of_loop(found: dict[str, Any]) -> float:
+def time_of_loop(loop: dict[str, Any]) -> float:
     """Seconds of a step of a hand-written loop over batches that are already collated."""
-    batches = collated(found)
-    model, optimizer, key = found["model"], found["optimizer"], found["key"]
+    batches = collated(loop)
+    model, optimizer, key = loop["model"], loop["optimizer"], loop["key"]
     model = model(key) if inspect.isfunction(model) else model
-    chosen = eqx.filter(model, found.get("trainable", eqx.is_inexact_array))
+    chosen = eqx.filter(model, loop.get("trainable", eqx.is_inexact_array))
     is_trained = lambda x: eqx.is_inexact_array(x) and any(x is y for y in jax.tree.leaves(chosen))
     trainable, frozen = eqx.partition(model, is_trained)
     opt_state = optimizer.init(trainable)
 
     def loss_of(trainable: Any, frozen: Any, batch: Any, key: Any) -> Any:
-        result = found["loss_fn"](eqx.combine(trainable, frozen), batch, key)
+        result = loop["loss_fn"](eqx.combine(trainable, frozen), batch, key)
         return result[0] if isinstance(result, tuple) else result
 
     @eqx.filter_jit(donate="all-except-first")
@@ -313,24 +313,22 @@ def time_of_loop(found: dict[str, Any]) -> float:
     return (time.perf_counter() - begin) / TIMED
 
 
-def time_of_compiled_step(found: dict[str, Any]) -> float:
+def time_of_compiled_step(loop: dict[str, Any]) -> float:
     """Seconds of a step of a learner's own loop, with its metrics read, on the same inputs."""
-    step = rc.compile_step(found["step"], found["shardings"])
+    step = rc.compile_step(loop["step"], loop["shardings"])
     with rc.metrics_reader(False) as reader:
-        return time_of_steps(step, found, lambda i, metrics: reader.push(i + 1, metrics))
+        return time_of_steps(step, loop, lambda i, metrics: reader.push(i + 1, metrics))
 
 
-def time_of_jitted_step(found: dict[str, Any]) -> float:
+def time_of_jitted_step(loop: dict[str, Any]) -> float:
     """The same with `jax.jit` alone."""
-    return time_of_steps(
-        eqx.filter_jit(found["step"], donate="all"), found, lambda i, metrics: None
-    )
+    return time_of_steps(eqx.filter_jit(loop["step"], donate="all"), loop, lambda i, metrics: None)
 
 
-def time_of_steps(step: Any, found: dict[str, Any], read: Any) -> float:
+def time_of_steps(step: Any, loop: dict[str, Any], read: Any) -> float:
     copy = lambda x: x.copy() if eqx.is_array(x) else x
-    state = jax.tree.map(copy, found["state"])
-    inputs = found["collect"](state, 1)
+    state = jax.tree.map(copy, loop["state"])
+    inputs = loop["collect"](state, 1)
     begin = 0.0
     for i in range(WARM_UP + TIMED):
         state, metrics = step(state, *inputs)
@@ -342,11 +340,11 @@ def time_of_steps(step: Any, found: dict[str, Any], read: Any) -> float:
     return (time.perf_counter() - begin) / TIMED
 
 
-def collated(found: dict[str, Any]) -> list[Any]:
+def collated(loop: dict[str, Any]) -> list[Any]:
     """The first batches of the run, on the device."""
     names = ("collate_fn", "batch_size", "mesh", "key")
-    options: dict[str, Any] = {name: found[name] for name in names} | {"steps": WARM_UP + TIMED}
-    return [batch.arrays for batch in rc.batches(found["examples"], **options)]
+    options: dict[str, Any] = {name: loop[name] for name in names} | {"steps": WARM_UP + TIMED}
+    return [batch.arrays for batch in rc.batches(loop["examples"], **options)]
 
 
 def table(results: dict[str, Any], page: str) -> str:
@@ -387,9 +385,9 @@ def check_redco(clone: Path) -> None:
     """Exits if Redco's files in a clone do not have the numbers of lines that are recorded."""
     for example in EXAMPLES:
         for file, recorded in example.redco.items():
-            found = count_lines((clone / "examples" / file).read_text("utf-8"))
-            print(f"{file}: {found[0]} lines, {found[1]} with code")
-            if found != recorded:
+            counts = count_lines((clone / "examples" / file).read_text("utf-8"))
+            print(f"{file}: {counts[0]} lines, {counts[1]} with code")
+            if counts != recorded:
                 raise SystemExit(f"Recorded are {recorded}. Correct {__file__}.")
 
 
@@ -400,8 +398,8 @@ def measure(name: str, seeds: tuple[int, ...] | None, out: Path, results: dict[s
     for seed in example.seeds if seeds is None else seeds:
         directory = out / name / str(seed)
         shutil.rmtree(directory, ignore_errors=True)
-        cell["seeds"][str(seed)] = found = run(name, seed, directory)
-        print(f"{name}, seed {seed}: {found}", flush=True)
+        cell["seeds"][str(seed)] = result = run(name, seed, directory)
+        print(f"{name}, seed {seed}: {result}", flush=True)
         if seed == example.seeds[0] and example.picture.endswith(".png"):
             (picture,) = directory.glob(f"*/{example.picture}")
             shutil.copy(picture, DOCS / "images" / f"{name}.png")

@@ -70,10 +70,10 @@ def main(
     for name in families or cases:
         for axes in MESHES:
             mesh = rc.make_mesh(**axes, devices=devices)
-            sent, held = measure(cases[name], mesh)
+            sent, stored = measure(cases[name], mesh)
             sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-            cells = (f"{a:.2f} ({b:.1f})" for a, b in zip(sent, held, strict=True))
-            ratios = ", ".join(f"{one / sent[-1]:.3f}" for one in sent[:-1])
+            cells = (f"{a:.2f} ({b:.1f})" for a, b in zip(sent, stored, strict=True))
+            ratios = ", ".join(f"{megabytes / sent[-1]:.3f}" for megabytes in sent[:-1])
             table.add(f"| {name} | {sizes} | {' | '.join(cells)} | {ratios} |")
     table.write(page, target.partition(":")[0])
 
@@ -84,8 +84,8 @@ def measure(case: Case, mesh: Mesh) -> tuple[list[float], list[float]]:
     take = lambda layout: measure_layout(case, mesh, layout, "")
     by_hand = min(map(take, written(case, mesh)), key=lambda row: row["sent_bytes"])
     rows = take(redcoast(case, mesh)), take(redcoast(case, mesh, BUDGET)), by_hand
-    sent, held = ([row[of] / 1e6 for row in rows] for of in ("sent_bytes", "param_bytes"))
-    return sent, held
+    sent, stored = ([row[of] / 1e6 for row in rows] for of in ("sent_bytes", "param_bytes"))
+    return sent, stored
 
 
 def written(case: Case, mesh: Mesh) -> list[Layout]:

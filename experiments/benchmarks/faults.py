@@ -119,15 +119,15 @@ def follow(process: subprocess.Popen[str], act: Callable[[int], None]) -> list[t
 
 def services(parent: int) -> list[int]:
     """The W&B service processes that are children of a process."""
-    found = []
+    steps = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             above = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
             if above == parent and b"wandb-core" in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
+                steps.append(int(path.name))
         except OSError:
             continue
-    return found
+    return steps
 
 
 def inject(fault: str, process: subprocess.Popen[str], step: int) -> None:

@@ -64,12 +64,12 @@ def measure(config: Any, mesh: Any, tokens: Any) -> dict[str, float]:
     def loss_fn(model: Any, tokens: Any, key: Any) -> jax.Array:
         return rc.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
 
-    found: dict[str, float] = {}
+    seconds_of: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:
         begin = time.process_time()
         result = jax.block_until_ready(run())
-        found[name] = time.process_time() - begin
+        seconds_of[name] = time.process_time() - begin
         return result
 
     def trace(loss_fn: Any) -> Any:
@@ -84,8 +84,8 @@ def measure(config: Any, mesh: Any, tokens: Any) -> dict[str, float]:
     # What JAX has cached by now, a trace need not do again, so two later ones are compared.
     timed("plain", lambda: trace(loss_fn))
     timed("constrain", lambda: trace(constrained))
-    found["constrain"] -= found.pop("plain")
-    found["trace"] -= found["constrain"]
+    seconds_of["constrain"] -= seconds_of.pop("plain")
+    seconds_of["trace"] -= seconds_of["constrain"]
     lowered = timed("lower", traced.lower)
     timed("compile", lowered.compile)
     create = jax.jit(init_fn, out_shardings=plan.shardings.model)
@@ -96,8 +96,8 @@ def measure(config: Any, mesh: Any, tokens: Any) -> dict[str, float]:
     timed("rehearse the evaluation", lambda: evaluation.rehearse(model))
     timed("compile the evaluation", lambda: evaluation.try_loss(model))
     timed("evaluate one batch", lambda: evaluation.try_loss(model))
-    found["compile the evaluation"] -= found["evaluate one batch"]
-    return found
+    seconds_of["compile the evaluation"] -= seconds_of["evaluate one batch"]
+    return seconds_of
 
 
 if __name__ == "__main__":

@@ -139,23 +139,23 @@ def main(c: Config) -> list[Row]:
         return []
     # Another platform has no kernel, so it has nothing to compare.
     kernels = (True, False) if device.platform == "gpu" else (False,)
-    found: dict[str, Any] = {"device": device.device_kind, "target": target, "size": asdict(size)}
-    found |= {"versions": versions(), "rows": [], "failed": {}, "seconds": 0.0}
+    report: dict[str, Any] = {"device": device.device_kind, "target": target, "size": asdict(size)}
+    report |= {"versions": versions(), "rows": [], "failed": {}, "seconds": 0.0}
     chip, begin = rc.CHIPS[target.partition(":")[0]], time.perf_counter()
 
     def part(name: str, measure: Callable[[], list[Row]]) -> None:
         if c.only and name not in c.only:
             return
         if time.perf_counter() - begin > c.seconds:
-            found["failed"][name] = f"not begun within {c.seconds} s"
+            report["failed"][name] = f"not begun within {c.seconds} s"
             return
         print(f"{time.perf_counter() - begin:.0f} s: {name}", file=sys.stderr)
         try:
-            found["rows"] += measure()
+            report["rows"] += measure()
         except Exception:
-            found["failed"][name] = traceback.format_exc()
-        found["seconds"] = time.perf_counter() - begin
-        write(c.out, found)
+            report["failed"][name] = traceback.format_exc()
+        report["seconds"] = time.perf_counter() - begin
+        write(c.out, report)
 
     peaks: dict[str, int] = {}
     if c.peaks is None:
@@ -178,8 +178,8 @@ def main(c: Config) -> list[Row]:
             if kernel:
                 float8 = ft.partial(train_rows, size, c.steps, chip, kernel, remat, "float8")
                 part("training in float8", ft.partial(float8, low_precision="float8"))
-    print(show(found))
-    return found["rows"]
+    print(show(report))
+    return report["rows"]
 
 
 def row(what: str, measured: float, unit: str, reference: float | None = None, of: str = "") -> Row:
@@ -218,16 +218,16 @@ def foretold(size: Size, target: str) -> dict[str, int]:
     rematerialisation that fits, or the most."""
     batch = jax.ShapeDtypeStruct((size.batch, size.seq + 1), jnp.int32)
     options: dict[str, Any] = {"target": target, "compute_dtype": jnp.bfloat16, "suggest": False}
-    found = {}
+    peaks = {}
     for kernel in (True, False) if rc.CHIPS[target.partition(":")[0]].kind == "gpu" else (False,):
         for remat in REMATS:
             with attention(kernel):
                 make = init_fn(size.model, remat)
                 run = rc.dry_run(make, make_loss(), batch, OPTIMIZER, **options)
-            found[f"{kernel} {remat}"] = run.memory["peak"]
+            peaks[f"{kernel} {remat}"] = run.memory["peak"]
             if run.fits:
                 break
-    return found
+    return peaks
 
 
 def foretell(c: Config, size: Size, target: str) -> dict[str, int]:
@@ -391,8 +391,8 @@ def kernel_rows(size: Size, chip: rc.Chip, kernel: bool, remat: str) -> list[Row
         rows[0]["what"] += "; the profile names no kernel of the program"
         return rows
     kinds: dict[str, set[str]] = {}
-    for one in kernels_of(events):
-        kinds.setdefault(one.kind, set()).add(one.name)
+    for each in kernels_of(events):
+        kinds.setdefault(each.kind, set()).add(each.name)
     for kind, names in kinds.items():
         sums = [1e3 * sum(times.get(x, 0.0) for x in names) for times in (measured, foretold)]
         rows.append(row(f"kernels of a step: {kind}", sums[0], "ms", sums[1], "dry run"))
@@ -531,19 +531,21 @@ def versions() -> dict[str, str]:
     return {"jax": jax.__version__, "equinox": eqx.__version__, "optax": optax.__version__}
 
 
-def write(out: Path, found: dict[str, Any]) -> None:
+def write(out: Path, report: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu.json").write_text(json.dumps(found, indent=1, default=str))
+    (out / "gpu.json").write_text(json.dumps(report, indent=1, default=str))
 
 
-def show(found: dict[str, Any]) -> str:
+def show(report: dict[str, Any]) -> str:
     """The table, and what failed."""
     keys = ("measured", "unit", "compared with", "reference", "ratio")
-    body = [[r["what"], *(_shown(r[key]) for key in keys)] for r in found["rows"]]
-    size = found["size"]
-    about = f"{found['device']}; {size['batch']} x {size['seq']:,} tokens; {found['versions']}"
-    failed = [f"{name} failed: {why}" for name, why in found["failed"].items()]
-    return "\n".join([about, f"{found['seconds']:.0f} s", "", markdown(["", *keys], body), *failed])
+    body = [[r["what"], *(_shown(r[key]) for key in keys)] for r in report["rows"]]
+    size = report["size"]
+    about = f"{report['device']}; {size['batch']} x {size['seq']:,} tokens; {report['versions']}"
+    failed = [f"{name} failed: {why}" for name, why in report["failed"].items()]
+    return "\n".join(
+        [about, f"{report['seconds']:.0f} s", "", markdown(["", *keys], body), *failed]
+    )
 
 
 def _shown(x: float | str | None) -> str:

@@ -129,9 +129,9 @@ def milliseconds(loop: Loop, steps: int, *, warm_up: int) -> float:
     return 1e3 * (processor_seconds() - begin) / steps
 
 
-def speed(found: dict[str, list[float]], one: str, other: str) -> str:
+def speed(measured: dict[str, list[float]], name: str, other: str) -> str:
     """The ratio of the speeds of two loops."""
-    return f"{statistics.median(map(operator.truediv, found[other], found[one])):.2f}"
+    return f"{statistics.median(map(operator.truediv, measured[other], measured[name])):.2f}"
 
 
 def main(turns: int = 7, steps: int = 2000) -> None:
@@ -155,15 +155,15 @@ def main(turns: int = 7, steps: int = 2000) -> None:
         for workers in (0, 2):
             loops[f"ours, {workers}"] = ours(our_examples, our_collate_fn, size, workers)
             loops[f"torch, {workers}"] = torchs(examples, collate_fn, size, workers)
-        found: dict[str, list[float]] = {loop: [] for loop in loops}
+        measured: dict[str, list[float]] = {loop: [] for loop in loops}
         for _ in range(turns):
             for loop, run in loops.items():
                 warm_up = 0 if loop == "torch, 2" else 20
-                found[loop].append(milliseconds(run, count, warm_up=warm_up))
+                measured[loop].append(milliseconds(run, count, warm_up=warm_up))
         for workers in (0, 2):
             mine, theirs = f"ours, {workers}", f"torch, {workers}"
-            times = [statistics.median(found[loop]) for loop in ("bare", mine, theirs)]
-            ratios = [speed(found, mine, theirs), speed(found, mine, "bare")]
+            times = [statistics.median(measured[loop]) for loop in ("bare", mine, theirs)]
+            ratios = [speed(measured, mine, theirs), speed(measured, mine, "bare")]
             rows.append([name, str(workers), *(f"{x:.3f}" for x in times), *ratios])
     head = ["batches", "workers", "bare loop, ms", "redcoast, ms", "torch, ms"]
     print(markdown([*head, "speed / torch", "speed / bare loop"], rows))

@@ -85,15 +85,15 @@ def measure_changes(case: Case, mesh: Mesh, columns: list[str], changes: bool) -
     """The communication of the plan's program, of other layouts, and of all changes."""
     plan = make_plan(case, mesh)
     own = compile_plan(case, mesh, plan)
-    seen, found = {describe(plan)}, []
+    seen, measured = {describe(plan)}, []
     for path, spec in alternatives(plan, mesh) if changes else ():
         changed = make_plan(case, mesh, [(f"^{re.escape(path)}$", spec)])
         if describe(changed) in seen or bytes_of(changed) > SAME_MEMORY * bytes_of(plan):
             continue
         seen.add(describe(changed))
         sent = compile_plan(case, mesh, changed)["sent_bytes"]
-        one = {"path": path, "spec": str(spec), "sent_bytes": sent, "work": work_of(changed)}
-        found.append(one | {"priced_bytes": estimated_bytes(changed)})
+        change = {"path": path, "spec": str(spec), "sent_bytes": sent, "work": work_of(changed)}
+        measured.append(change | {"priced_bytes": estimated_bytes(changed)})
     others = {column: measure(case, mesh, column) for column in columns}
     return {
         "case": case.name,
@@ -102,7 +102,7 @@ def measure_changes(case: Case, mesh: Mesh, columns: list[str], changes: bool) -
         "sent_by_axes": own["sent_by_axes"],
         "priced_bytes": estimated_bytes(plan),
         "work": work_of(plan),
-        "changes": found,
+        "changes": measured,
         "param_bytes": own["param_bytes"],
         "simple": [row for row in others.values() if row and "error" not in row],
     }
@@ -169,23 +169,23 @@ def specs(shape: tuple[int, ...], mesh: Mesh) -> Iterator[P]:
 
 def better(row: Row) -> list[Row]:
     """The changes that communicate less without more work for a device."""
-    less = [one for one in row["changes"] if one["sent_bytes"] < LESS * row["sent_bytes"]]
-    return [one for one in less if one["work"] <= SAME_WORK * row["work"]]
+    less = [change for change in row["changes"] if change["sent_bytes"] < LESS * row["sent_bytes"]]
+    return [change for change in less if change["work"] <= SAME_WORK * row["work"]]
 
 
 def line(row: Row) -> list[str]:
     own = row["sent_bytes"]
-    least = min((one["sent_bytes"] for one in row["changes"]), default=None)
-    less = [one for one in row["changes"] if one["sent_bytes"] < LESS * own]
+    least = min((change["sent_bytes"] for change in row["changes"]), default=None)
+    less = [change for change in row["changes"] if change["sent_bytes"] < LESS * own]
     room = SAME_MEMORY * row["param_bytes"]
-    simple = [one["sent_bytes"] for one in row["simple"] if one["param_bytes"] <= room]
+    simple = [change["sent_bytes"] for change in row["simple"] if change["param_bytes"] <= room]
     ratio = lambda other: "-" if not other else f"{own / other:.2f}"
     return [
         f"{row['case']}, {','.join(map(str, row['mesh']))}",
         f"{own / 1e6:.3f}",
         ratio(row["priced_bytes"]),
         ratio(min(simple, default=None)),
-        ratio(min((one["sent_bytes"] for one in row["simple"]), default=None)),
+        ratio(min((layout["sent_bytes"] for layout in row["simple"]), default=None)),
         str(len(row["changes"])),
         str(len(less)),
         str(len(better(row))),
@@ -200,9 +200,9 @@ HEAD += ["less", "better", "of least"]
 def print_results(rows: list[Row]) -> None:
     print(markdown(HEAD, [line(row) for row in rows]))
     for row in rows:
-        for one in sorted(better(row), key=lambda one: one["sent_bytes"]):
-            sent = f"{one['sent_bytes'] / 1e6:.3f} MB against {row['sent_bytes'] / 1e6:.3f}"
-            print(f"{line(row)[0]}: {one['path']} as {one['spec']}: {sent}")
+        for change in sorted(better(row), key=lambda change: change["sent_bytes"]):
+            sent = f"{change['sent_bytes'] / 1e6:.3f} MB against {row['sent_bytes'] / 1e6:.3f}"
+            print(f"{line(row)[0]}: {change['path']} as {change['spec']}: {sent}")
 
 
 if __name__ == "__main__":

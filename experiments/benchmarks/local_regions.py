@@ -94,7 +94,7 @@ def diffrax_field(adjoint: str, solver: str = "Tsit5") -> Program:
     field, readout = eqx.nn.MLP(4, 4, 64, 2, key=KEY), eqx.nn.Linear(4, 2, key=KEY)
     term = diffrax.ODETerm(lambda t, y, field: field(y))
 
-    def one(model: Any, y: Any) -> Any:
+    def of_example(model: Any, y: Any) -> Any:
         field, readout = model
         solution = diffrax.diffeqsolve(
             term,
@@ -110,7 +110,7 @@ def diffrax_field(adjoint: str, solver: str = "Tsit5") -> Program:
         )
         return readout(solution.ys[-1])
 
-    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda y: one(model, y))(batch) ** 2)
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda y: of_example(model, y))(batch) ** 2)
     return loss, (field, readout), spread(4)
 
 
@@ -121,7 +121,7 @@ def neural_sde() -> Program:
 
     drift, diffusion = eqx.nn.MLP(4, 4, 32, 1, key=KEY), eqx.nn.MLP(4, 4, 32, 1, key=KEY)
 
-    def one(model: Any, y: Any, key: Any) -> Any:
+    def of_example(model: Any, y: Any, key: Any) -> Any:
         noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-3, (4,), key)
         scale = lambda t, y, args: lineax.DiagonalLinearOperator(0.1 * args[1](y))
         terms = diffrax.MultiTerm(
@@ -131,7 +131,7 @@ def neural_sde() -> Program:
         return diffrax.diffeqsolve(terms, solver, 0.0, 1.0, 0.05, y, model, max_steps=64).ys[-1]
 
     def loss(model: Any, batch: Any, key: Any) -> Any:
-        return jnp.mean(jax.vmap(lambda y, key: one(model, y, key))(*batch) ** 2)
+        return jnp.mean(jax.vmap(lambda y, key: of_example(model, y, key))(*batch) ** 2)
 
     return loss, (drift, diffusion), (spread(4), jr.split(KEY, ROWS))
 
@@ -142,7 +142,7 @@ def optimistix_root() -> Program:
 
     inside, outside = eqx.nn.MLP(8, 8, 32, 1, key=KEY), eqx.nn.Linear(8, 2, key=KEY)
 
-    def one(model: Any, x: Any) -> Any:
+    def of_example(model: Any, x: Any) -> Any:
         inside, outside = model
         residual = lambda z, args: z - jnp.tanh(0.3 * args[0](z) + args[1])
         solver = optimistix.Newton(1e-5, 1e-5)
@@ -151,7 +151,7 @@ def optimistix_root() -> Program:
         )
         return outside(root.value)
 
-    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda x: one(model, x))(batch) ** 2)
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda x: of_example(model, x))(batch) ** 2)
     return loss, (inside, outside), spread(8)
 
 
@@ -159,7 +159,7 @@ def hmc() -> Program:
     """Hamiltonian Monte Carlo: 5 proposals of a chain, each of a random number of leaps."""
     energy = eqx.nn.MLP(4, "scalar", 32, 1, key=KEY)
 
-    def one(energy: Any, x: Any, key: Any) -> Any:
+    def of_example(energy: Any, x: Any, key: Any) -> Any:
         potential = lambda x: energy(x) + 0.5 * jnp.sum(x**2)
         force = jax.grad(potential)
 
@@ -182,7 +182,7 @@ def hmc() -> Program:
         return jax.lax.scan(propose, x, jr.split(key, 5))[0]
 
     def loss(energy: Any, batch: Any, key: Any) -> Any:
-        samples = jax.vmap(lambda x, key: one(energy, x, key))(*batch)
+        samples = jax.vmap(lambda x, key: of_example(energy, x, key))(*batch)
         samples = jax.lax.stop_gradient(samples)
         return jnp.mean(jax.vmap(energy)(batch[0])) - jnp.mean(jax.vmap(energy)(samples))
 
@@ -195,14 +195,14 @@ def nuts() -> Program:
 
     energy = eqx.nn.MLP(4, "scalar", 32, 1, activation=jnp.tanh, key=KEY)
 
-    def one(energy: Any, x: Any, key: Any) -> Any:
+    def of_example(energy: Any, x: Any, key: Any) -> Any:
         density = lambda x: -energy(x) - 0.5 * jnp.sum(x**2)
         sampler = blackjax.nuts(density, 0.2, jnp.ones(4), max_num_doublings=4)
         state, _ = sampler.step(key, sampler.init(x))
         return state.position  # pyright: ignore[reportAttributeAccessIssue]
 
     def loss(energy: Any, batch: Any, key: Any) -> Any:
-        samples = jax.vmap(lambda x, key: one(energy, x, key))(*batch)
+        samples = jax.vmap(lambda x, key: of_example(energy, x, key))(*batch)
         samples = jax.lax.stop_gradient(samples)
         return jnp.mean(jax.vmap(energy)(batch[0])) - jnp.mean(jax.vmap(energy)(samples))
 
@@ -236,14 +236,16 @@ def gaussian_process() -> Program:
     """The marginal likelihood of a Gaussian process for each example, with a learned kernel."""
     features = eqx.nn.MLP(2, 8, 32, 1, key=KEY)
 
-    def one(features: Any, x: Any, y: Any) -> Any:
+    def of_example(features: Any, x: Any, y: Any) -> Any:
         z = jax.vmap(features)(x)
         distances = jnp.sum((z[:, None] - z[None]) ** 2, -1)
         factor = jnp.linalg.cholesky(jnp.exp(-distances) + 0.1 * jnp.eye(len(x)))
         white = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
         return 0.5 * jnp.sum(white**2) + jnp.sum(jnp.log(jnp.diagonal(factor)))
 
-    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda x, y: one(model, x, y))(*batch))
+    loss = lambda model, batch, key: jnp.mean(
+        jax.vmap(lambda x, y: of_example(model, x, y))(*batch)
+    )
     return loss, features, (spread(24, 2), spread(24))
 
 
@@ -275,14 +277,14 @@ def lineax_solve(solver: str) -> Program:
     model = eqx.nn.MLP(16, 16 * 16, 32, 1, key=KEY)
     options = {"CG": {"rtol": 1e-4, "atol": 1e-4, "max_steps": 200}}
 
-    def one(model: Any, x: Any) -> Any:
+    def of_example(model: Any, x: Any) -> Any:
         matrix = model(x).reshape(16, 16)
         matrix = matrix @ matrix.T + jnp.diag(jnp.arange(1.0, 17.0))
         operator = lineax.MatrixLinearOperator(matrix, lineax.positive_semidefinite_tag)
         method = getattr(lineax, solver)(**options.get(solver, {}))
         return lineax.linear_solve(operator, x, solver=method).value
 
-    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda x: one(model, x))(batch) ** 2)
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(lambda x: of_example(model, x))(batch) ** 2)
     return loss, model, spread(16)
 
 
@@ -455,7 +457,7 @@ def measure(
     # A gradient that is zero in exact arithmetic has no scale of its own.
     sizes = [float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(reference.gradients)]
     least = 1e-3 * max(sizes, default=0.0)
-    compare = lambda found, expected: difference(found, expected, least)
+    compare = lambda computed, expected: difference(computed, expected, least)
     errors = jax.tree.leaves(jax.tree.map(compare, gradients, reference.gradients))
     of_gradients = f"{max(errors):.0e}" if errors else ""
     # A single step says nothing of the time.
@@ -487,10 +489,10 @@ def by_hand(step: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     )
 
 
-def difference(found: Any, expected: Any, least: float) -> float:
+def difference(computed: Any, expected: Any, least: float) -> float:
     """The largest difference, relative to the largest element and to at least `least`."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    return float(np.max(np.abs(found - expected)) / max(float(np.max(np.abs(expected))), least))
+    computed, expected = np.asarray(computed), np.asarray(expected)
+    return float(np.max(np.abs(computed - expected)) / max(float(np.max(np.abs(expected))), least))
 
 
 def median(step: Callable[..., Any], arrays: Any, batch: Any, turns: int) -> float:

@@ -229,15 +229,15 @@ def main(repeats: int = 5, check: bool = True) -> None:
     rows: list[list[str]] = []
     for case in CASES:
         model = eqx.nn.MLP(32, 10, case.width, case.depth, key=jax.random.key(0))
-        found: dict[str, list[float]] = {"by hand": [], "fit": [], "alone": []}
+        seconds: dict[str, list[float]] = {"by hand": [], "fit": [], "alone": []}
         for _ in range(repeats):
-            found["by hand"].append(hand_written(model, examples, case))
-            found["fit"].append(with_fit(model, examples, case))
-            found["alone"].append(with_fit(model, examples, case, steps_per_call=1))
-        cells = [f"{1e3 * statistics.median(found['by hand']):.3f}"]
+            seconds["by hand"].append(hand_written(model, examples, case))
+            seconds["fit"].append(with_fit(model, examples, case))
+            seconds["alone"].append(with_fit(model, examples, case, steps_per_call=1))
+        cells = [f"{1e3 * statistics.median(seconds['by hand']):.3f}"]
         for name in ("fit", "alone"):
-            ratios = map(operator.truediv, found["by hand"], found[name])
-            cells.append(f"{1e3 * statistics.median(found[name]):.3f}")
+            ratios = map(operator.truediv, seconds["by hand"], seconds[name])
+            cells.append(f"{1e3 * statistics.median(seconds[name]):.3f}")
             cells.append(f"{statistics.median(ratios):.2f}")
         rows.append([case.name, *cells])
         if float(cells[2]) < case.target:

@@ -187,15 +187,15 @@ def main(steps: int = 1000, turns: int = 7, page: Path | None = None) -> None:
     run: dict[str, Any] = {name: ft.partial(timed, loop) for name, loop in ROWS.items()}
     run["`fit`, `steps_per_call=1`"] = ft.partial(timed_fit, 1)
     run["`fit`: several steps in a call"] = ft.partial(timed_fit, None)
-    found: dict[str, list[Seconds]] = {name: [] for name in run}
+    times: dict[str, list[Seconds]] = {name: [] for name in run}
     for _ in range(turns):
         for name, measure in run.items():
-            found[name].append(measure(copied(), examples, steps))
+            times[name].append(measure(copied(), examples, steps))
     table = Printed()
     table.add("| loop | us of its thread | us of all threads | speed by all threads |")
     table.add("| --- | ---: | ---: | ---: |")
-    first = [total for _, total in found["by hand"]]
-    for name, pairs in found.items():
+    first = [total for _, total in times["by hand"]]
+    for name, pairs in times.items():
         own, total = (1e6 * statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(x / y for x, (_, y) in zip(first, pairs, strict=True))
         table.add(f"| {name} | {own:.0f} | {total:.0f} | {ratio:.2f} |")

@@ -113,10 +113,10 @@ def measure(row: Row, target: str, known: dict[str, Any] | None) -> dict[str, An
     report = known or rc.dry_run(*arguments, target=target, suggest=False).report
     mesh, job = rc.make_mesh(**report["mesh"], devices=devices), make_job(*arguments)
     by_hand = compile_job(job, plan_by_hand(job, mesh), mesh)
-    sent = None if by_hand.refused else sum(one["bytes"] for one in by_hand.traffic or ())
+    sent = None if by_hand.refused else sum(traffic["bytes"] for traffic in by_hand.traffic or ())
     ours = {name: value for name, value in report.items() if name != "plan"}
-    found = {"sent_bytes": sent, "peak": by_hand.peak, "traffic": by_hand.traffic}
-    return {**ours, "model": row.model, "seq": row.seq, "batch": job.rows, "by_hand": found}
+    theirs = {"sent_bytes": sent, "peak": by_hand.peak, "traffic": by_hand.traffic}
+    return {**ours, "model": row.model, "seq": row.seq, "batch": job.rows, "by_hand": theirs}
 
 
 def plan_by_hand(job: Job, mesh: Mesh) -> ByHand:

@@ -77,7 +77,7 @@ def measure(target: str, model: str, seq: int, rows: int) -> Row:
         "rows": rows,
         "seq": seq,
         "suggested": dict(suggested),
-        "meshes": [dataclasses.asdict(one) for one in every.candidates],
+        "meshes": [dataclasses.asdict(candidate) for candidate in every.candidates],
         "notes": list(suggested.notes),
     }
 
@@ -92,19 +92,19 @@ HEAD += ("ms", "least", "ratio", "peak / estimated memory")
 
 def line(row: Row) -> list[str]:
     """The suggested mesh compared with the best that fits, by bytes communicated and by time."""
-    compiled = [one for one in row["meshes"] if one["sent_bytes"] is not None]
-    fit = [one for one in compiled if one["fits"]]
-    mine = next(one for one in row["meshes"] if one["mesh"] == row["suggested"])
+    compiled = [candidate for candidate in row["meshes"] if candidate["sent_bytes"] is not None]
+    fit = [candidate for candidate in compiled if candidate["fits"]]
+    mine = next(candidate for candidate in row["meshes"] if candidate["mesh"] == row["suggested"])
     cells = [f"{row['model']}, {row['target']}", "x".join(map(str, row["suggested"].values()))]
-    failed = sum(one["error"] is not None for one in row["meshes"])
+    failed = sum(candidate["error"] is not None for candidate in row["meshes"])
     cells += [f"{len(fit)} of {len(row['meshes'])}" + (f", {failed} failed" if failed else "")]
     for key, unit, digits in (("sent_bytes", 1e6, ",.0f"), ("seconds", 1e-3, ",.1f")):
-        least = min((one[key] for one in fit or compiled), default=0)
+        least = min((candidate[key] for candidate in fit or compiled), default=0)
         cells += [
             "-" if value is None else f"{value / unit:{digits}}" for value in (mine[key], least)
         ]
         cells += [f"{mine[key] / least:.2f}" if mine[key] and least else "-"]
-    of = [one["peak_memory"] / one["estimated_memory"] for one in compiled]
+    of = [candidate["peak_memory"] / candidate["estimated_memory"] for candidate in compiled]
     return [*cells, f"{min(of):.2f} to {max(of):.2f}" if of else "-"]
 
 

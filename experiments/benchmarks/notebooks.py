@@ -83,16 +83,16 @@ def outputs(source: str, namespace: dict[str, Any], number: int = 0) -> list[Cel
             value = eval(compile(ast.Expression(last.value), file, "eval"), namespace)
             if value is not None and not source.rstrip().endswith(";"):
                 print(repr(value))
-    found = []
+    shown = []
     if text := printed.getvalue():
-        found.append({"output_type": "stream", "name": "stdout", "text": text.splitlines(True)})
+        shown.append({"output_type": "stream", "name": "stdout", "text": text.splitlines(True)})
     for number in plt.get_fignums():
         png = io.BytesIO()
         plt.figure(number).savefig(png, format="png", dpi=80, bbox_inches="tight")
         data = {"image/png": base64.b64encode(png.getvalue()).decode()}
-        found.append({"output_type": "display_data", "data": data, "metadata": {}})
+        shown.append({"output_type": "display_data", "data": data, "metadata": {}})
     plt.close("all")
-    return found
+    return shown
 
 
 def page(notebook: Cell, name: str) -> tuple[str, dict[str, bytes]]:

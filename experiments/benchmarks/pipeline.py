@@ -86,12 +86,12 @@ def exact() -> None:
     for name, (model, loss_fn) in models().items():
         for mesh in STAGES:
             plan = rc.plan_shardings(model, rc.make_mesh(**mesh), fn=loss_fn, args=(batch, KEY))
-            found = plan.verify(loss_fn, model, batch, KEY, tolerance=1e-5)
+            errors = plan.verify(loss_fn, model, batch, KEY, tolerance=1e-5)
             pipeline = plan.report.program.pipeline
             assert pipeline is not None
-            worst = max(error for path, error in found.items() if path != "loss")
+            worst = max(error for path, error in errors.items() if path != "loss")
             line = f"| {name} | {written(mesh)} | {pipeline.microbatches} |"
-            print(f"{line} {found['loss']:.1e} | {worst:.1e} |", flush=True)
+            print(f"{line} {errors['loss']:.1e} | {worst:.1e} |", flush=True)
 
 
 def bytes_(target: str) -> None:
@@ -110,12 +110,12 @@ def bytes_(target: str) -> None:
         program = run.plan.report.program
         planned = [(each.axes, each.bytes) for each in program.traffic]
         compiled = [(each["axis"].split("+"), each["bytes"]) for each in run.report["traffic"]]
-        one = program.pipeline
-        stages = f"{one.microbatches} | {one.bubble:.0%}" if one else "- | -"
+        pipeline = program.pipeline
+        stages = f"{pipeline.microbatches} | {pipeline.bubble:.0%}" if pipeline else "- | -"
         sent = " | ".join(
-            f"{sum(size for axes, size in found if axis is None or axis in axes) / 1e9:.2f}"
+            f"{sum(size for axes, size in sends if axis is None or axis in axes) / 1e9:.2f}"
             for axis in (None, "pipe")
-            for found in (planned, compiled)
+            for sends in (planned, compiled)
         )
         memory = f"{program.memory.total / 1e9:.1f} | {run.memory['peak'] / 1e9:.1f}"
         print(f"| {written(mesh)} | {stages} | {sent} | {memory} |", flush=True)
@@ -123,7 +123,7 @@ def bytes_(target: str) -> None:
 
 def meshes_of(count: int) -> list[dict[str, int]]:
     """Two meshes without stages, and four with them, all of `count` devices."""
-    found = [
+    meshes = [
         {"fsdp": count},
         {"data": count // 4, "model": 4},
         {"pipe": 4, "data": count // 4},
@@ -131,7 +131,7 @@ def meshes_of(count: int) -> list[dict[str, int]]:
         {"pipe": 4, "fsdp": count // 4},
         {"pipe": 2, "data": 2, "model": count // 4},
     ]
-    return [{axis: size for axis, size in mesh.items() if size > 1} for mesh in found]
+    return [{axis: size for axis, size in mesh.items() if size > 1} for mesh in meshes]
 
 
 def written(mesh: dict[str, int]) -> str:

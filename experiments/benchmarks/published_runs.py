@@ -127,7 +127,7 @@ def main(
         only: The names of the programs to take; by default all.
         page: A page of `docs/measured/` to write the tables into.
     """
-    programs = [one for one in read_programs() if not only or one.name in only]
+    programs = [program for program in read_programs() if not only or program.name in only]
     if compile:
         for program in programs:
             if not stored(program).exists() and not missing_compiler(program.devices.chip):
@@ -135,17 +135,17 @@ def main(
                 text = json.dumps(compile_depths(program), separators=(",", ":"))
                 stored(program).write_text(text + "\n", "utf-8")
         return
-    programs = [one for one in programs if stored(one).exists()]
+    programs = [program for program in programs if stored(program).exists()]
     if fit:
-        for family, found in fit_efficiencies(programs).items():
-            print(family, found)
+        for family, efficiency in fit_efficiencies(programs).items():
+            print(family, efficiency)
         return
     write(predict(programs), page)
 
 
 def read_programs() -> list[Program]:
     data = tomllib.loads((FOLDER / "runs.toml").read_text("utf-8"))
-    return [Program(**one) for one in data["program"]]
+    return [Program(**fields) for fields in data["program"]]
 
 
 def stored(program: Program) -> Path:
@@ -163,11 +163,11 @@ def compile_depths(program: Program) -> dict[str, Any]:
     depths = [program.model["layers"]]
     if program.devices.chip.kind == "gpu":
         depths = [depth for depth in DEPTHS if depth < program.model["layers"]]
-    found = {}
+    by_depth = {}
     for depth in depths:
         shallow = replace(program, model={**program.model, "layers": depth})
-        found[str(depth)] = compile_program(shallow)
-    return found
+        by_depth[str(depth)] = compile_program(shallow)
+    return by_depth
 
 
 def compile_program(program: Program) -> dict[str, Any]:
@@ -295,33 +295,33 @@ _MISALIGNED = "misaligned product"
 def encode(events: Sequence[Event]) -> list[Any]:
     """Events as JSON. Kernels that follow each other are one, if they are equal or have no
     products: their times then depend on their number and the sum of their bytes."""
-    found: list[list[Any]] = []
+    encoded: list[list[Any]] = []
     begun = {event.key for event in events if isinstance(event, Start)}
     for event in events:
         match event:
             case KernelWork(_, kind, flops, size, misaligned):
                 if misaligned:
                     kind = _MISALIGNED
-                before = found[-1] if found else []
+                before = encoded[-1] if encoded else []
                 alike = before[:3] == ["kernel", kind, dict(flops)]
                 if alike and (not flops or before[3] == size * before[4]):
                     before[3] += size
                     before[4] += 1
                 else:
-                    found.append(["kernel", kind, dict(flops), size, 1])
+                    encoded.append(["kernel", kind, dict(flops), size, 1])
             case Transfer():
-                found.append(["transfer", *encode_transfer(event)])
+                encoded.append(["transfer", *encode_transfer(event)])
             case Start(key, transfer):
-                found.append(["start", key, *encode_transfer(transfer)])
+                encoded.append(["start", key, *encode_transfer(transfer)])
             case Done(key) if key in begun:
-                found.append(["done", key])
+                encoded.append(["done", key])
             case Loop(times, inner, exact):
-                found.append(["loop", times, exact, encode(inner)])
-    return found
+                encoded.append(["loop", times, exact, encode(inner)])
+    return encoded
 
 
-def encode_transfer(one: Transfer) -> list[Any]:
-    return [one.kind, list(one.axes), one.sent_bytes, one.devices]
+def encode_transfer(transfer: Transfer) -> list[Any]:
+    return [transfer.kind, list(transfer.axes), transfer.sent_bytes, transfer.devices]
 
 
 def decode(data: Sequence[Any]) -> Iterator[Event]:
@@ -354,7 +354,7 @@ def decode_transfer(data: Sequence[Any]) -> Transfer:
 def schedules_of(path: Path) -> dict[int, tuple[Event, ...]]:
     """The schedules of a program by their numbers of layers."""
     data = json.loads(path.read_text("utf-8"))
-    return {int(layers): tuple(decode(one["events"])) for layers, one in data.items()}
+    return {int(layers): tuple(decode(program["events"])) for layers, program in data.items()}
 
 
 # Predicting
@@ -364,14 +364,14 @@ def predict(
     programs: Sequence[Program], efficiencies: Mapping[str, Efficiencies] | None = None
 ) -> list[Prediction]:
     """All runs of some programs, with the efficiencies of the library or others, by family."""
-    found = []
+    predictions = []
     for program in programs:
         for run in program.runs:
             groups = int(run["groups"])
             attained = None if efficiencies is None else efficiencies[family_of(program)]
             step = predicted(program, groups, attained)
-            found.append(Prediction(program, groups, published_seconds(program, run), step))
-    return found
+            predictions.append(Prediction(program, groups, published_seconds(program, run), step))
+    return predictions
 
 
 def predicted(program: Program, groups: int, attained: Efficiencies | None) -> StepTime:
@@ -449,7 +449,7 @@ def chip_of(program: Program) -> Chip:
 @ft.cache
 def links_of(name: str) -> tuple[dict[str, float], frozenset[str]]:
     """The bandwidths along the axes of a program's mesh, and the axes between hosts or slices."""
-    (program,) = (one for one in read_programs() if one.name == name)
+    (program,) = (program for program in read_programs() if program.name == name)
     devices = replace(program.devices, chip=chip_of(program))
     # CPU devices stand for the target's, whose places follow from their order.
     stand_ins = make_cpu_client(num_devices=devices.count).devices()
@@ -515,10 +515,10 @@ def fit_family(family: str, programs: Sequence[Program]) -> Efficiencies:
     best = efficiencies_of(programs[0].devices.chip)
 
     def loss(attained: Efficiencies) -> float:
-        found = predict(programs, {family: attained})
+        predictions = predict(programs, {family: attained})
         # A weak pull towards the start decides what the runs leave open.
         prior = sum((getattr(attained, name) - getattr(best_at_start, name)) ** 2 for name in STEPS)
-        squares = [math.log1p(one.error) ** 2 for one in found]
+        squares = [math.log1p(each.error) ** 2 for each in predictions]
         return sum(squares) / len(squares) + 1e-3 * prior
 
     best_at_start = best
@@ -534,17 +534,17 @@ def fit_family(family: str, programs: Sequence[Program]) -> Efficiencies:
 # Tables
 
 
-def write(found: Sequence[Prediction], page: Path | None) -> None:
+def write(predictions: Sequence[Prediction], page: Path | None) -> None:
     table = Printed()
     for fitted, name in ((True, "fitted"), (False, "blind")):
-        rows = [one for one in found if one.program.fit == fitted]
+        rows = [each for each in predictions if each.program.fit == fitted]
         table = Printed()
         if rows:
             table.add(*summary(rows), "", *lines(rows))
         table.write(page, name)
         print()
     ordered = Printed()
-    ordered.add(*order(found))
+    ordered.add(*order(predictions))
     ordered.write(page, "order")
 
 
@@ -562,29 +562,30 @@ HEADS = (
 )
 
 
-def lines(found: Sequence[Prediction]) -> list[str]:
+def lines(predictions: Sequence[Prediction]) -> list[str]:
     rows = [f"| {' | '.join(HEADS)} |", "| --- " + "| ---: " * (len(HEADS) - 1) + "|"]
-    for one in found:
-        step = one.step
+    for prediction in predictions:
+        step = prediction.step
         exposed = sum(step.exposed.values())
         times = (step.products, step.attention, step.other, exposed, step.waiting)
         shares = [f"{time / step.seconds:.0%}" for time in times]
-        seconds = (f"{one.published:.3g}", f"{step.seconds:.3g}", f"{one.error:+.0%}")
-        rows.append(f"| {' | '.join((one.program.name, str(one.groups), *seconds, *shares))} |")
+        seconds = (f"{prediction.published:.3g}", f"{step.seconds:.3g}", f"{prediction.error:+.0%}")
+        run = prediction.program.name, str(prediction.groups)
+        rows.append(f"| {' | '.join((*run, *seconds, *shares))} |")
     return rows
 
 
-def summary(found: Sequence[Prediction]) -> list[str]:
-    errors = [abs(one.error) for one in found]
-    worst = max(found, key=lambda one: abs(one.error))
-    projects = len({one.program.project for one in found})
+def summary(predictions: Sequence[Prediction]) -> list[str]:
+    errors = [abs(each.error) for each in predictions]
+    worst = max(predictions, key=lambda each: abs(each.error))
+    projects = len({each.program.project for each in predictions})
     text = [
-        f"{len(found)} runs of {projects} projects: the median error is "
+        f"{len(predictions)} runs of {projects} projects: the median error is "
         f"{statistics.median(errors):.0%}, the largest {max(errors):.0%} ({worst.program.name}).",
     ]
-    alike = [one for one in found if not one.program.differs]
-    if len(alike) < len(found):
-        worst = max(alike, key=lambda one: abs(one.error))
+    alike = [each for each in predictions if not each.program.differs]
+    if len(alike) < len(predictions):
+        worst = max(alike, key=lambda each: abs(each.error))
         text.append(
             f"Of the {len(alike)} whose programs do the work of ours, the largest is "
             f"{abs(worst.error):.0%} ({worst.program.name})."
@@ -592,34 +593,34 @@ def summary(found: Sequence[Prediction]) -> list[str]:
     return text
 
 
-def order(found: Sequence[Prediction]) -> list[str]:
+def order(predictions: Sequence[Prediction]) -> list[str]:
     """How often the faster of two runs, by tokens of a model per device, is predicted so."""
     right = total = 0
     wrong = []
-    for one, other in it.combinations(found, 2):
-        if not comparable(one, other):
+    for run, other in it.combinations(predictions, 2):
+        if not comparable(run, other):
             continue
         rate = lambda x, seconds: model_flops(x.program) / seconds
-        published = rate(one, one.published) / rate(other, other.published)
-        estimated = rate(one, one.step.seconds) / rate(other, other.step.seconds)
+        published = rate(run, run.published) / rate(other, other.published)
+        estimated = rate(run, run.step.seconds) / rate(other, other.step.seconds)
         if abs(published - 1) < 0.02:
             continue
         total += 1
         if (published > 1) == (estimated > 1):
             right += 1
         else:
-            wrong.append((one, other, published, estimated))
+            wrong.append((run, other, published, estimated))
     text = [f"Of {total} pairs of runs of one project and chip, {right} are in the right order."]
-    for one, other, published, estimated in wrong:
-        names = f"{one.program.name} on {one.groups}, {other.program.name} on {other.groups}"
+    for run, other, published, estimated in wrong:
+        names = f"{run.program.name} on {run.groups}, {other.program.name} on {other.groups}"
         text.append(f"- {names}: published {published:.2f}, predicted {estimated:.2f}")
     return text
 
 
-def comparable(one: Prediction, other: Prediction) -> bool:
+def comparable(run: Prediction, other: Prediction) -> bool:
     """Whether two runs are of one project, on one kind of chip."""
-    same = one.program.project == other.program.project
-    return same and one.program.devices.chip == other.program.devices.chip
+    same = run.program.project == other.program.project
+    return same and run.program.devices.chip == other.program.devices.chip
 
 
 if __name__ == "__main__":

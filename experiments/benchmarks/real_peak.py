@@ -112,12 +112,12 @@ def predict(workload: Workload, batch: int, *, target: str | None) -> dict[str, 
 def target_of(kind: str) -> str:
     """The target of one GPU of this kind."""
     squeezed = re.sub(r"[^a-z0-9]", "", kind.lower())
-    found = [name for name in rc.CHIPS if all(part in squeezed for part in name.split("-"))]
-    if not found:
+    names = [name for name in rc.CHIPS if all(part in squeezed for part in name.split("-"))]
+    if not names:
         raise SystemExit(
             f"{kind!r} is none of {', '.join(rc.CHIPS)}. Choose the most similar with --target."
         )
-    return f"{max(found, key=len)}:1"
+    return f"{max(names, key=len)}:1"
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -49,9 +49,9 @@ def losses(name: str, mesh: str, steps: int, change: float = 0.0) -> np.ndarray:
 def differences(name: str, steps: int = 20) -> dict[str, np.ndarray]:
     """The distances from the losses on one device, of changed weights and of each mesh."""
     expected = losses(name, "1", steps)
-    found = {"changed weights": losses(name, "1", steps, CHANGE)}
-    found |= {mesh: losses(name, mesh, steps) for mesh in MESHES}
-    return {key: np.abs(x - expected) for key, x in found.items()}
+    distances = {"changed weights": losses(name, "1", steps, CHANGE)}
+    distances |= {mesh: losses(name, mesh, steps) for mesh in MESHES}
+    return {key: np.abs(x - expected) for key, x in distances.items()}
 
 
 def main(
@@ -67,13 +67,15 @@ def main(
     rc.emulate_devices(8)
     jax.config.update("jax_enable_x64", True)
     logging.disable(logging.WARNING)  # mpe2 warns of each action in float64
-    found = {name: differences(name, steps) for name in names}
-    for name, of_runs in found.items():
+    distances = {name: differences(name, steps) for name in names}
+    for name, of_runs in distances.items():
         print(f"{name}: iteration, then the difference of {', '.join(of_runs)}")
         for i, row in enumerate(zip(*of_runs.values(), strict=True), 1):
             print(f"{i:3d} " + " ".join(f"{x:10.1e}" for x in row))
     if out is not None:
-        out.write_text(json.dumps({k: {m: [*x] for m, x in v.items()} for k, v in found.items()}))
+        out.write_text(
+            json.dumps({k: {m: [*x] for m, x in v.items()} for k, v in distances.items()})
+        )
 
 
 if __name__ == "__main__":

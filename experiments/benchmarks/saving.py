@@ -74,7 +74,7 @@ def main(arrays: int = 150, megabytes: float = 1.0, turns: int = 7, sequences: i
     print("| --- | ---: | ---: | ---: | ---: |")
     for task in ("save", "load", "compare checksums"):
         ours, theirs = (seconds[task, name][1:] for name in save)
-        ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
         middle = [f"{statistics.median(x):.2f}" for x in (ours, theirs, ratios)]
         print(f"| {task} | {' | '.join(middle)} | {min(ratios):.2f} {max(ratios):.2f} |")
     print_pause_and_memory(tree, turns)
@@ -132,10 +132,10 @@ def print_pause_and_step(sequences: int, turns: int) -> None:
             begin = time.perf_counter()
             state, metrics = step(state, tokens)
             jax.block_until_ready((state, metrics))
-            taken = time.perf_counter()
+            stepped = time.perf_counter()
             saver.save(turn, state, {"metrics": {}})
-            pauses.append(1e3 * (time.perf_counter() - taken))
-            steps.append(1e3 * (taken - begin))
+            pauses.append(1e3 * (time.perf_counter() - stepped))
+            steps.append(1e3 * (stepped - begin))
             saver._settle()
     ratios = [pause / step for pause, step in zip(pauses[1:], steps[1:], strict=True)]
     print(

@@ -77,10 +77,10 @@ def main(part: str = "") -> None:
         return
     with tempfile.TemporaryDirectory() as cache:
         plain, _, later = in_a_process(), in_a_process(cache), in_a_process(cache)
-    found: list[tuple[str, list[float]]] = list(zip(CALLS, plain, strict=True))
-    found.append(("first call, with a filled persistent cache", later[0]))
+    rows: list[tuple[str, list[float]]] = list(zip(CALLS, plain, strict=True))
+    rows.append(("first call, with a filled persistent cache", later[0]))
     print(f"{'':44} {'seconds':>8} {'ratio':>6} {'traces':>7} {'compilations':>13}")
-    for name, (seconds, traces, compilations) in found:
+    for name, (seconds, traces, compilations) in rows:
         ratio = seconds / plain[0][0]
         print(f"{name:44} {seconds:>8.2f} {ratio:>6.2f} {traces:>7} {compilations:>13}")
 

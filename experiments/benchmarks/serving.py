@@ -107,11 +107,11 @@ def prompt(index: int) -> str:
 
 def ask(address: str, body: dict[str, Any], new: int) -> tuple[int, float]:
     """Sends a request. Returns the status, and the seconds after which to try again."""
-    given = {"model": "model", "temperature": 0, "max_tokens": new} | body
+    request = {"model": "model", "temperature": 0, "max_tokens": new} | body
     connection = http.client.HTTPConnection(address, timeout=600)
     with contextlib.closing(connection):
         head = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(given), head)
+        connection.request("POST", "/v1/completions", json.dumps(request), head)
         response = connection.getresponse()
         text, again = response.read(), float(response.headers.get("Retry-After", 0))
     if response.status not in (200, 429):
@@ -122,7 +122,7 @@ def ask(address: str, body: dict[str, Any], new: int) -> tuple[int, float]:
 def measure(c: Config, address: str, clients: int) -> list[str]:
     """Sends the requests, and returns the cells of a line."""
 
-    def one(index: int) -> tuple[float, int]:
+    def answer(index: int) -> tuple[float, int]:
         began, refused = time.perf_counter(), 0
         while True:
             status, again = ask(address, {"prompt": prompt(index)}, c.new)
@@ -133,7 +133,7 @@ def measure(c: Config, address: str, clients: int) -> list[str]:
 
     began = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        seconds, refused = map(np.array, zip(*pool.map(one, range(c.requests)), strict=True))
+        seconds, refused = map(np.array, zip(*pool.map(answer, range(c.requests)), strict=True))
     rate = c.requests / (time.perf_counter() - began)
     middle, most = np.quantile(seconds, (0.5, 0.95))
     return [f"{rate:.2f}", f"{rate * c.new:.0f}", f"{middle:.2f}", f"{most:.2f}", str(sum(refused))]

@@ -57,9 +57,9 @@ def line(c: Config, model: Any, seconds: float) -> list[str]:
         with mock.patch.object(_rollouts.Grades, "add_tokens", nothing):
             expected, spent = roll_out(c, model, seconds, number)
         after.append(spent)
-        found, spent = roll_out(c, model, seconds, number)
+        rollout, spent = roll_out(c, model, seconds, number)
         during.append(spent)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        jax.tree.map(np.testing.assert_array_equal, rollout, expected)
     after, during = after[1:], during[1:]  # the first ones compile
     ratios = [x / y for x, y in zip(after, during, strict=True)]
     medians = [statistics.median(x) for x in (after, during, ratios)]
@@ -84,10 +84,10 @@ def roll_out(c: Config, model: Any, seconds: float, number: int) -> tuple[dict[s
     blank = _rollouts.blank_rollout(c.rows, c.prompt, c.new)
     choose = lambda count, busy: np.arange(count)
     begin = time.perf_counter()
-    found = _rollouts.roll_out(
+    rollout = _rollouts.roll_out(
         policy, model, task, blank, choose, samples=1, new_tokens=c.new, key=jax.random.key(number)
     )
-    return found, time.perf_counter() - begin
+    return rollout, time.perf_counter() - begin
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def main(
         turns: The number of turns of each.
         remat: What redcoast rematerialises in the backward pass.
     """
-    print(", ".join(f"{name} {found}" for name in PACKAGES if (found := installed(name))))
+    print(", ".join(f"{name} {number}" for name in PACKAGES if (number := installed(name))))
     print("| family | against | parameters | ours / theirs | least and most |")
     print("| --- | --- | ---: | ---: | ---: |")
     tokens = np.random.default_rng(0).integers(3, VOCAB, (batch_size, seq), np.int32)
@@ -92,8 +92,11 @@ def main(
         for family in families or known:
             ours, own = with_ours(family, layers, tokens, remat)
             turn, count = theirs(family, layers, tokens)
-            found = ratios(ours, turn, steps, turns)
-            median, ends = statistics.median(found), f"{min(found):.2f} {max(found):.2f}"
+            quotients = ratios(ours, turn, steps, turns)
+            median, ends = (
+                statistics.median(quotients),
+                f"{min(quotients):.2f} {max(quotients):.2f}",
+            )
             counts = f"{own:,}" if own == count else f"{own:,} and {count:,}"
             print(f"| {family} | {title} | {counts} | {median:.2f} | {ends} |", flush=True)
 
@@ -130,8 +133,8 @@ def ratios(ours: Turn, theirs: Turn, steps: int, turns: int) -> list[float]:
         turn(steps)
         return time.process_time() - begin
 
-    found = [seconds(ours) / seconds(theirs) for _ in range(turns + 1)]
-    return found[1:]  # the first turn compiles
+    quotients = [seconds(ours) / seconds(theirs) for _ in range(turns + 1)]
+    return quotients[1:]  # the first turn compiles
 
 
 if __name__ == "__main__":

@@ -142,14 +142,14 @@ def unet_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     """The loss of predicting the noise that was added to the images (arXiv:2006.11239)."""
     noise = jax.random.normal(key, batch["images"].shape)
     x = conv(batch["images"] + noise, params["stem"])
-    kept = []
+    skips = []
     for p in params["down"]:
-        kept.append(x)
+        skips.append(x)
         x = residual_block(p, x, stride=2)
     x = attention_block(params["attention"], residual_block(params["middle"], x))
     for kernel, p in zip(params["enlarge"], params["up"], strict=True):
         x = conv(x, kernel, up=2)
-        x = residual_block(p, jnp.concatenate([x, kept.pop()], axis=-1))
+        x = residual_block(p, jnp.concatenate([x, skips.pop()], axis=-1))
     return jnp.mean((conv(x, params["last"]) - noise) ** 2)
 
 

@@ -107,12 +107,14 @@ def errors(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
     for place, columns in places.items():
         row = columns.get("redcoast", {})
         if "grad_error" in row:
-            found = row.get("float64", row)
-            words = f"loss {found['loss_error']:.1e}, gradient {found['grad_error']:.1e}"
-            words += f" at {found['grad_error_at']}"
+            differences = row.get("float64", row)
+            words = (
+                f"loss {differences['loss_error']:.1e}, gradient {differences['grad_error']:.1e}"
+            )
+            words += f" at {differences['grad_error_at']}"
             if "float64" in row:
                 words += f" in float64, {row['grad_error']:.1e} in float32"
-            yield place, max(found["loss_error"], found["grad_error"]), words
+            yield place, max(differences["loss_error"], differences["grad_error"]), words
 
 
 def added(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:

@@ -103,15 +103,15 @@ def returns_model(case: Case) -> bool:
 
 
 def count_collectives(text: str, mesh: Mesh) -> dict[str, Any]:
-    found = collectives(text, mesh)
+    operations = collectives(text, mesh)
     by_axes: Counter[str] = Counter()
     by_kind: Counter[str] = Counter()
-    for one in found:
-        by_axes["+".join(one.axes)] += one.count * one.sent_bytes
-        by_kind[one.kind] += one.count * one.sent_bytes
+    for operation in operations:
+        by_axes["+".join(operation.axes)] += operation.count * operation.sent_bytes
+        by_kind[operation.kind] += operation.count * operation.sent_bytes
     return {
-        "sent_bytes": sum(one.count * one.sent_bytes for one in found),
-        "collectives": sum(one.count for one in found),
+        "sent_bytes": sum(operation.count * operation.sent_bytes for operation in operations),
+        "collectives": sum(operation.count for operation in operations),
         "sent_by_axes": dict(by_axes),
         "sent_by_kind": dict(by_kind),
     }
@@ -120,10 +120,10 @@ def count_collectives(text: str, mesh: Mesh) -> dict[str, Any]:
 def stored(params: Any, shardings: Any) -> dict[str, Any]:
     """The bytes of parameters on a device, and the fraction of elements sharded over `model`."""
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True))
-    held = sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+    stored_bytes = sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
     sharded = sum(prod(x.shape) for x, s in pairs if "model" in jax.tree.leaves(tuple(s.spec)))
     total = sum(prod(x.shape) for x, _ in pairs)
-    return {"param_bytes": held, "model_share": sharded / total}
+    return {"param_bytes": stored_bytes, "model_share": sharded / total}
 
 
 def run_step(case: Case, layout: Layout, compiled: Any) -> Any:
@@ -151,20 +151,20 @@ def on_one_device(case: Case, precision: Any) -> Any:
     return jax.tree.map(np.asarray, (value, grads))
 
 
-def compare(case: Case, found: Any) -> dict[str, Any]:
+def compare(case: Case, results: Any) -> dict[str, Any]:
     """The largest differences from one device, relative to the largest element of each leaf."""
     value, grads = on_one_device(case, jnp.zeros(()).dtype)
     named, _ = jax.tree.flatten_with_path(grads)
     largest = max(np.max(np.abs(grad)) for _, grad in named)
     errors = {}
-    for (path, right), ours in zip(named, jax.tree.leaves(found[1]), strict=True):
+    for (path, right), ours in zip(named, jax.tree.leaves(results[1]), strict=True):
         size = np.max(np.abs(right))
         size = size if size > ROUNDING * largest else largest
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         errors[name] = float(np.max(np.abs(ours - right)) / size)
     worst = max(errors, key=lambda name: (not np.isfinite(errors[name]), errors[name]))
     return {
-        "loss_error": float(abs(found[0] - value) / abs(value)),
+        "loss_error": float(abs(results[0] - value) / abs(value)),
         "grad_error": errors[worst],
         "grad_error_at": worst,
     }

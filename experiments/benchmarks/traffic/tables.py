@@ -9,11 +9,11 @@ from .claims import Place, Row, by_place
 
 def sent_table(rows: list[Row], mesh: tuple[int, ...], columns: list[str]) -> str:
     """The table of megabytes that a device communicates in a step, for each case and column."""
-    places = {place: found for place, found in by_place(rows).items() if place[1] == mesh}
+    places = {place: at_place for place, at_place in by_place(rows).items() if place[1] == mesh}
     head = ["MB communicated", *columns]
     body = [
-        [case, *(megabytes(found.get(column), "sent_bytes") for column in columns)]
-        for (case, _), found in places.items()
+        [case, *(megabytes(at_place.get(column), "sent_bytes") for column in columns)]
+        for (case, _), at_place in places.items()
     ]
     return markdown(head, body)
 
@@ -23,9 +23,9 @@ def detail_table(rows: list[Row], mesh: tuple[int, ...]) -> str:
     head = ["redcoast", "collectives", "temporaries, MB", "parameters, MB", "over `model`"]
     head += ["plan, s", "compile, s", "loss error", "gradient error"]
     places: list[tuple[Place, Row]] = [
-        (place, found["redcoast"])
-        for place, found in by_place(rows).items()
-        if place[1] == mesh and "redcoast" in found
+        (place, at_place["redcoast"])
+        for place, at_place in by_place(rows).items()
+        if place[1] == mesh and "redcoast" in at_place
     ]
     body = [
         [
@@ -62,9 +62,9 @@ def number(value: Any, form: str) -> str:
 def claim_lines(claims: list[dict[str, Any]]) -> str:
     """Lists each claim with its worst figure, followed by the places where it fails."""
     lines = []
-    for found in claims:
-        mark = {True: "holds", False: "FAILS", None: "unchecked"}[found["holds"]]
-        count = f"{found['checked'] - len(found['failed'])} of {found['checked']}"
-        lines.append(f"{mark}: {found['claim']} ({count}; worst {found['worst']})")
-        lines += [f"    {line}" for line in found["failed"]]
+    for claim in claims:
+        mark = {True: "holds", False: "FAILS", None: "unchecked"}[claim["holds"]]
+        count = f"{claim['checked'] - len(claim['failed'])} of {claim['checked']}"
+        lines.append(f"{mark}: {claim['claim']} ({count}; worst {claim['worst']})")
+        lines += [f"    {line}" for line in claim["failed"]]
     return "\n".join(lines)

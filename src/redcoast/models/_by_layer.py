@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from ..core._pytree import map_where
 from ..core._target import target
 
 
@@ -45,7 +46,8 @@ def by_layer(model: PyTree) -> PyTree:
         # In a trace, and under transformations such as `jax.vmap`, there is no memory to view.
         if any(isinstance(x, Tracer) for x in (jnp.zeros(()), *leaves)):
             return model
-        return jax.tree.map(_split, model, is_leaf=_is_stack)
+        split = ft.partial(jax.tree.map, _views)  # the arrays of one stack
+        return map_where(_is_stack, split, model, is_leaf=_is_stack)
     if platform != "gpu":
         return model
     is_copied = jax.tree.map(_whole_stacks, model, is_leaf=_is_stack)
@@ -119,12 +121,6 @@ def _copy_layers(stacks: PyTree, shardings: tuple[NamedSharding | None, ...]) ->
 
 def _is_stack(x: object) -> bool:
     return isinstance(x, StackedLayers)
-
-
-def _split(x: PyTree) -> PyTree:
-    if not _is_stack(x):
-        return x
-    return jax.tree.map(_views, x)
 
 
 def _views(x: PyTree) -> PyTree:

@@ -226,6 +226,13 @@ def feed_forward(layer: PyTree, x: HiddenStates, activation: str) -> HiddenState
 def gated_feed_forward(layer: PyTree, x: HiddenStates, activation: str) -> HiddenStates:
     """Computes the gated feed-forward network of one layer (Shazeer, 2020,
     <https://arxiv.org/abs/2002.05202>)."""
-    gate = product("bsd,dh->bsh", x, layer.gate)  # (batch, seq, hidden)
-    up = product("bsd,dh->bsh", x, layer.up)
-    return product("bsh,hd->bsd", activate_gated(activation, gate, up), layer.down)
+    return gated_network(x, layer.gate, layer.up, layer.down, activation)
+
+
+def gated_network(
+    x: HiddenStates, gate: PyTree, up: PyTree, down: PyTree, activation: str
+) -> HiddenStates:
+    """Computes a gated feed-forward network with these weights."""
+    gates = product("bsd,dh->bsh", x, gate)  # (batch, seq, hidden)
+    hidden = activate_gated(activation, gates, product("bsd,dh->bsh", x, up))
+    return product("bsh,hd->bsd", hidden, down)

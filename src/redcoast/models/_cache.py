@@ -134,20 +134,26 @@ def empty_cache(
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), mask, jnp.zeros((), jnp.int32))
 
 
-def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
-    """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
+def admit(cache: PyTree, shape: tuple[int, ...], mask: Mask | None) -> PyTree:
+    """Marks the slots of new tokens of `shape` as filled, of each `Cache` in a tree. `extend`
+    writes their keys and values."""
     real = jnp.ones(shape, bool)
     if mask is not None:
         real = mask.astype(bool)
-    real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))  # (batch, length)
-    return dataclasses.replace(cache, mask=real, filled=cache.filled + shape[1])
+
+    def fill(x: Cache) -> Cache:
+        filled = jax.lax.dynamic_update_slice(x.mask, real, (0, x.filled))  # (batch, length)
+        return dataclasses.replace(x, mask=filled, filled=x.filled + shape[1])
+
+    return _map_caches(fill, cache)
 
 
 def cached_view(
-    cache: Cache, new: int
+    caches: PyTree, new: int
 ) -> tuple[Int[Array, "batch queries"], Callable[..., Visible]]:
     """Returns the positions of the `new` newest tokens of a cache, and the function that returns
-    their causal mask, with a `window` or without."""
+    their causal mask, with a `window` or without. Each `Cache` in a tree has the same tokens."""
+    cache, *_ = filter(_is_cache, jax.tree.leaves(caches, is_leaf=_is_cache))
     slots = cache.filled - new + jnp.arange(new)  # (new,)
     # Padding does not count, so a slot has other positions in other rows.
     positions = jnp.take(count_positions(cache.mask), slots, axis=1)

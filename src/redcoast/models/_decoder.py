@@ -7,7 +7,7 @@ from typing import Any
 
 import equinox as eqx
 from equinox import AbstractVar
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ._attention import Visible, causal_view, count_positions, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
@@ -112,8 +112,8 @@ class Decoder(eqx.Module):
         return self._run_from_start(tokens, mask, segments, positions, key)[0]
 
     def decode(
-        self, tokens: Tokens, cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[HiddenStates, Cache]:
+        self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
+    ) -> tuple[HiddenStates, PyTree]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         if mask is None:
             check_length(self.config, tokens.shape[1])

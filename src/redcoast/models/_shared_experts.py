@@ -12,16 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from equinox import AbstractVar
+from equinox import AbstractClassVar, AbstractVar
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from ._attention import Visible, as_array, real_tokens
 from ._base_config import DecoderConfig, check_config
-from ._basic import activate_gated, initial_tables, look_up, output_scale, rms_norm, split_key, wide
+from ._basic import initial_tables, look_up, output_scale, rms_norm, split_key, wide
 from ._by_layer import StackedLayers
 from ._cache import Cache, LayerIndex
 from ._decoder import Decoder, TableHead
-from ._einsum import gated_feed_forward, product
+from ._einsum import gated_feed_forward, gated_network, product
 from ._inputs import HiddenStates, Key
 from ._moe import dispatch, gated_experts
 from ._rotary import RopeScaling, Yarn, scaled_angles
@@ -131,6 +131,8 @@ class SharedExpertsDecoder(TableHead, Decoder):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: AbstractVar[Any]
+    # From the configuration, a number of layers, whether they have experts, and a key.
+    _layers_of: AbstractClassVar[Callable[..., SharedExpertsLayers]]
 
     def __init__(self, config: SharedExpertsConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
@@ -138,19 +140,12 @@ class SharedExpertsDecoder(TableHead, Decoder):
         c = config
         embed, dense, layers, head = jax.random.split(key, 4)
         self.embed, self.head = initial_tables(c, embed, head)
-        make, self.dense = ft.partial(self._make_layers, c), None
+        make, self.dense = ft.partial(self._layers_of, c), None
         if c.dense_layers:
             self.dense = make(c.dense_layers, routed=False, key=dense)
         self.layers = make(c.layers - c.dense_layers, routed=True, key=layers)
         self.norm = jnp.ones(c.width)
         self.config = config
-
-    @staticmethod
-    @abstractmethod
-    def _make_layers(
-        config: Any, layers: int, *, routed: bool, key: PRNGKeyArray
-    ) -> SharedExpertsLayers:
-        """Returns the initial parameters of some layers."""
 
     @staticmethod
     @abstractmethod
@@ -188,9 +183,8 @@ class SharedExpertsDecoder(TableHead, Decoder):
             weights = jnp.where(real[..., None], weights, 0)  # padding is routed to no expert
             weights = jnp.swapaxes(weights, 1, 2)  # (batch, experts, seq)
             routed = dispatch(ft.partial(gated_experts, layer), y, weights, c.chosen)
-            gate = product("bsd,dh->bsh", y, layer.shared_gate)  # (batch, seq, shared_hidden)
-            up = activate_gated("silu", gate, product("bsd,dh->bsh", y, layer.shared_up))
-            return x + (routed + product("bsh,hd->bsd", up, layer.shared_down)), cache
+            network = layer.shared_gate, layer.shared_up, layer.shared_down
+            return x + (routed + gated_network(y, *network, "silu")), cache
 
         first, stacks = 0, [self.layers]
         if self.dense is not None:

@@ -3,6 +3,7 @@ experts. `_shared_experts.py` has all but the attention."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -123,6 +124,7 @@ class DeepseekV3(SharedExpertsDecoder):
     """
 
     config: DeepseekV3Config = eqx.field(static=True)
+    _layers_of: ClassVar = DeepseekV3Layers
 
     def __init__(self, config: DeepseekV3Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
@@ -134,10 +136,6 @@ class DeepseekV3(SharedExpertsDecoder):
         slots = (c.layers, batch, length, 1)  # one head for all
         latent, common = (jnp.zeros((*slots, n), dtype) for n in (c.kv_rank, c.rope_size))
         return Cache(latent, common, jnp.zeros((batch, length), bool), jnp.zeros((), jnp.int32))
-
-    @staticmethod
-    def _make_layers(config, layers, *, routed, key):
-        return DeepseekV3Layers(config, layers, routed=routed, key=key)
 
     @staticmethod
     def _attention(layer, x, angles, visible, cache, index, key, config):

@@ -30,11 +30,11 @@ from ._basic import (
     wide_rms_norm,
 )
 from ._by_layer import StackedLayers
-from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._cache import Cache, empty_cache, extend
 from ._check_config import check_chosen, check_even, check_local, check_multiple
 from ._decoder import RoutedDecoder, tied_or_own_head
 from ._einsum import gated_feed_forward, product
-from ._inputs import HiddenStates, Mask, Tokens
+from ._inputs import HiddenStates, Tokens
 from ._moe import add_use, mix_experts, no_use
 from ._rotary import rotary_angles, rotary_frequencies, rotate
 from ._scan_kinds import scan_kinds
@@ -310,15 +310,6 @@ class Gemma4(RoutedDecoder):
             empty_cache(near, batch, length, *c.heads_of("near"), dtype),
             empty_cache(far, batch, length, *c.heads_of("far"), dtype),
         )
-
-    def decode(
-        self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
-    ) -> tuple[HiddenStates, PyTree]:
-        near = admit(cache.near, tokens.shape, mask)
-        far = admit(cache.far, tokens.shape, mask)
-        view = cached_view(near, tokens.shape[1])
-        cache = Gemma4Cache(near, far)
-        return self._run(tokens, mask, *view, cache, None)[:2]
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config

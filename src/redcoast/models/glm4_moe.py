@@ -2,6 +2,7 @@
 experts with grouped-query attention. `_shared_experts.py` has all but the attention."""
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -90,15 +91,12 @@ class Glm4Moe(SharedExpertsDecoder):
     """
 
     config: Glm4MoeConfig = eqx.field(static=True)
+    _layers_of: ClassVar = Glm4MoeLayers
 
     def __init__(self, config: Glm4MoeConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         super().__init__(config, key=key)
-
-    @staticmethod
-    def _make_layers(config, layers, *, routed, key):
-        return Glm4MoeLayers(config, layers, routed=routed, key=key)
 
     @staticmethod
     def _attention(layer, x, angles, visible, cache, index, key, config):

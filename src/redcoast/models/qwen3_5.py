@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from ._attention import as_array, attend, real_tokens
 from ._base_config import GroupedConfig, RotarySizes, check_config, check_rotary_dim
 from ._basic import (
-    activate_gated,
     initial_stacks,
     initial_tables,
     look_up,
@@ -24,12 +23,11 @@ from ._basic import (
     wide_rms_norm,
 )
 from ._by_layer import StackedLayers
-from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._cache import Cache, empty_cache, extend
 from ._check_config import check_chosen, check_entries, check_multiple
 from ._decoder import RoutedDecoder, TableHead
-from ._einsum import gated_feed_forward, product
+from ._einsum import gated_feed_forward, gated_network, product
 from ._gated_delta import gated_delta_rule, unit_length
-from ._inputs import HiddenStates, Mask, Tokens
 from ._moe import add_use, gated_experts, mix_experts, no_use
 from ._recurrent import convolve, states_of_layer, with_layer
 from ._rotary import RopeScaling, Yarn, rotate, scaled_angles
@@ -279,13 +277,6 @@ class Qwen3_5(TableHead, RoutedDecoder):
         )
         return Qwen3_5Cache(attention, states)
 
-    def decode(
-        self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
-    ) -> tuple[HiddenStates, PyTree]:
-        attention = admit(cache.attention, tokens.shape, mask)
-        view = cached_view(attention, tokens.shape[1])
-        return self._run(tokens, mask, *view, replace(cache, attention=attention), None)[:2]
-
     def _run_from_start(self, tokens, mask, segments, positions, key):
         if segments is not None:
             raise ValueError(
@@ -312,7 +303,8 @@ class Qwen3_5(TableHead, RoutedDecoder):
             return x + y, (cache, use)
 
         stacks = {LINEAR: self.linear, ATTENTION: self.attention}
-        kinds = tuple(LINEAR if linear else ATTENTION for linear in c.linear)
+        names = ATTENTION, LINEAR
+        kinds = tuple(names[is_linear] for is_linear in c.linear)
         options = {"key": key, **c.loop_options}
         carry = (cache, no_use(c.experts, wide(x.dtype)))
         x, (cache, use) = scan_kinds(layer_fn, x, stacks, kinds, cache=carry, **options)
@@ -383,8 +375,7 @@ def _feed_forward(layer, x, real, use, c):
     scores = product("bsd,de->bse", x, layer.router)  # (batch, seq, experts)
     experts = ft.partial(gated_experts, layer)
     routed, more = mix_experts(experts, x, scores, real, chosen=c.chosen)
-    gate = product("bsd,dh->bsh", x, layer.shared_gate)
-    up = product("bsd,dh->bsh", x, layer.shared_up)
-    shared = product("bsh,hd->bsd", activate_gated("silu", gate, up), layer.shared_down)
+    network = layer.shared_gate, layer.shared_up, layer.shared_down
+    shared = gated_network(x, *network, "silu")  # (batch, seq, width)
     share = jax.nn.sigmoid(jnp.einsum("bsd,d->bs", x, layer.shared_router))  # (batch, seq)
     return routed + share[..., None] * shared, add_use(use, more)

@@ -27,7 +27,7 @@ from ..models._rotary import LongRope, RopeScaling
 from ._check_arguments import check_no_encoder, check_token_options
 from ._compiled import Padded, Result, trim
 from ._generated import Generated
-from ._prefill import LEAST_SLOTS, as_real, mesh_of
+from ._prefill import as_real, mesh_of, slots_of
 from ._prompt import align_left, append_tokens, at_own_columns, bucket, pad_columns
 from ._request import Logits, Prompt, Request, Rows
 from ._row_turns import Turns, blank_turns, choose_next
@@ -81,11 +81,6 @@ def score_exactly(
 def is_traced(inputs: PyTree) -> bool:
     # The call may be inside a traced function even if no argument is traced.
     return any(isinstance(x, Tracer) for x in jax.tree.leaves((inputs, jnp.zeros(()))))
-
-
-def slots_of(length: int) -> int:
-    """Returns the size of the cache of rows of at most `length` tokens, a power of two."""
-    return 1 << (max(LEAST_SLOTS, length) - 1).bit_length()
 
 
 def _decode(

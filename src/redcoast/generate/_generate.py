@@ -136,7 +136,7 @@ def generate(
     )
     from ._compiled import decode, decode_compiled
     from ._exact import check_exact, decode_exactly, is_traced
-    from ._prefill import room_for
+    from ._prefill import LEAST_ROOM, at_least, room_for
     from ._prompt import is_encoder_decoder
     from ._request import choose_decoding, make_request
     from ._row_turns import decode_in_turn
@@ -165,7 +165,7 @@ def generate(
         if traced:
             room = max_new_tokens
         elif in_turn or exact:
-            room = max(16, 1 << (max_new_tokens - 1).bit_length())
+            room = at_least(LEAST_ROOM, max_new_tokens)
         else:
             room = room_for(model, prompts, mask, max_new_tokens)
         request = make_request(

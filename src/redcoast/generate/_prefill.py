@@ -41,6 +41,7 @@ SMALL_OF_ACCELERATORS, LARGE_OF_ACCELERATORS = 64, 512
 # The smallest cache, in slots of a row. Reading 128 slots takes less than a tenth of the time of
 # reading the weights of a small model.
 LEAST_SLOTS = 128
+LEAST_ROOM = 16  # for new tokens
 
 
 def chunk_sizes() -> tuple[int, int]:
@@ -69,10 +70,18 @@ def chunks_for(model: PyTree, length: int, most: int | None = None) -> list[int]
 
 
 def slots_for(model: PyTree, length: int, new: int) -> int:
-    """Returns the size of the cache, a power of two, for prompts of `length` tokens and `new`
-    tokens."""
-    needed = sum(chunks_for(model, length, most=0)) + new
-    return 1 << (max(LEAST_SLOTS, needed) - 1).bit_length()
+    """Returns the size of the cache for prompts of `length` tokens and `new` tokens."""
+    return slots_of(sum(chunks_for(model, length, most=0)) + new)
+
+
+def slots_of(length: int) -> int:
+    """Returns the size of the cache of rows of at most `length` tokens, a power of two."""
+    return at_least(LEAST_SLOTS, length)
+
+
+def at_least(least: int, length: int) -> int:
+    """Rounds a length up to a power of two of at least `least`, which few programs serve."""
+    return 1 << (max(least, length) - 1).bit_length()
 
 
 def reads_in_chunks(model: PyTree, tokens: AnyArray, mask: AnyArray | None) -> bool:
@@ -85,7 +94,7 @@ def room_for(model: PyTree, tokens: AnyArray, mask: AnyArray | None, new: int) -
     the size of the cache."""
     if reads_in_chunks(model, tokens, mask):
         return slots_for(model, tokens.shape[1], new)
-    return max(16, 1 << (new - 1).bit_length())
+    return at_least(LEAST_ROOM, new)
 
 
 def read_compiled(

@@ -146,6 +146,10 @@ def layer_states(tree: PyTree) -> dict[str, PyTree]:
     return {show_path(path): x for path, x in leaves if is_layer_state(x)}
 
 
+def is_none(x: object) -> bool:
+    return x is None
+
+
 def show_path(path: KeyPath, root: str = "") -> str:
     """Formats the path of a leaf, such as `layers/wq`; `root` stands for the empty path."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or root

@@ -14,6 +14,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._axis_types import is_explicit
+from ._pytree import is_none
 
 Shape = tuple[int, ...]
 Arrays = tuple[tuple[KeyPath, Shape, PartitionSpec], ...]
@@ -59,8 +60,8 @@ class StoredSpecs:
 def stored_specs(shardings: PyTree, arrays: PyTree) -> StoredSpecs:
     """The specs of the arrays of a tree, from a tree with a sharding in place of each array."""
     specs: list[tuple[KeyPath, Shape, PartitionSpec]] = []
-    leaves = jax.tree.leaves(arrays, is_leaf=_is_none)
-    of_leaves = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_none)
+    leaves = jax.tree.leaves(arrays, is_leaf=is_none)
+    of_leaves = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_none)
     for (path, sharding), x in zip(of_leaves, leaves, strict=True):
         if isinstance(sharding, NamedSharding):
             specs.append((path, x.shape, sharding.spec))
@@ -70,10 +71,6 @@ def stored_specs(shardings: PyTree, arrays: PyTree) -> StoredSpecs:
 @ft.lru_cache(maxsize=64)
 def _once(arrays: Arrays) -> StoredSpecs:
     return StoredSpecs(arrays)
-
-
-def _is_none(x: object) -> bool:
-    return x is None
 
 
 @contextmanager

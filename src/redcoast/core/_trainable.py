@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ._errors import several
-from ._pytree import ARRAYS, is_layer_state, join, map_where, show_path, split
+from ._pytree import ARRAYS, is_layer_state, is_none, join, map_where, show_path, split
 
 _FORMS = (
     "It must be a function of the model that returns a part of it, such as `lambda m: "
@@ -53,8 +53,8 @@ def abstract_trainable(model: PyTree, trainable: PyTree) -> PyTree:
 
 def trainable_arrays(model: PyTree, trainable: PyTree) -> list[bool]:
     """Whether the optimizer trains each array of a model, concrete or abstract."""
-    leaves = jax.tree.leaves(model, is_leaf=_is_none)
-    params = jax.tree.leaves(abstract_trainable(model, trainable), is_leaf=_is_none)
+    leaves = jax.tree.leaves(model, is_leaf=is_none)
+    params = jax.tree.leaves(abstract_trainable(model, trainable), is_leaf=is_none)
     are_trained: list[bool] = []
     for x, param in zip(leaves, params, strict=True):
         if isinstance(x, ARRAYS):
@@ -71,11 +71,11 @@ def refuse_filter_of_numpy(model: PyTree, trainable: PyTree) -> None:
     if not any(isinstance(x, np.ndarray) and eqx.is_inexact_array(x) for x in arrays):
         return
     # By place, since one array may be at several places of a model.
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_none)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_none)
     params, _ = partition_trainable(model, trainable)
-    params_before = jax.tree.leaves(params, is_leaf=_is_none)
+    params_before = jax.tree.leaves(params, is_leaf=is_none)
     # Inside of a trace, all arrays are those of JAX.
-    params_after = jax.tree.leaves(abstract_trainable(model, trainable), is_leaf=_is_none)
+    params_after = jax.tree.leaves(abstract_trainable(model, trainable), is_leaf=is_none)
     changed: list[str] = []
     for (path, x), before, after in zip(leaves, params_before, params_after, strict=True):
         if isinstance(x, np.ndarray) and (before is None) != (after is None):
@@ -87,10 +87,6 @@ def refuse_filter_of_numpy(model: PyTree, trainable: PyTree) -> None:
             "`isinstance(x, jax.Array)` does. Select leaves by path, such as with "
             f"`trainable=lambda path, x: path != {changed[0]!r}`, or by a tree of booleans."
         )
-
-
-def _is_none(x: object) -> bool:
-    return x is None
 
 
 def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
@@ -236,7 +232,7 @@ def _matching(model: PyTree, patterns: Sequence[str | re.Pattern[str]]) -> PyTre
 
 def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
     """Returns an error that explains why `trainable` does not fit, for common mistakes."""
-    filters = dict(jax.tree_util.tree_leaves_with_path(trainable, is_leaf=_is_none))
+    filters = dict(jax.tree_util.tree_leaves_with_path(trainable, is_leaf=is_none))
     parts: set[KeyPath] = set()  # all places in the model, leaves and what holds them
     lacking: list[str] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(model):

@@ -33,7 +33,7 @@ class _Arguments:
     @property
     def types(self) -> tuple[Hashable, ...]:
         """What a program for these arguments depends on."""
-        types = [type_of(x) for x in (*self.arrays, *self.others)]
+        types = map(type_of, (*self.arrays, *self.others))
         return (*types, self.static, self.constants)
 
 

@@ -257,8 +257,11 @@ def _exchange(
         return results
 
     members = [list(member) for member in members]
-    specs = [[matrices.spec for matrices in member] for member in members]
-    of_results = [[member[number].spec for number in like] for member in members]
+    specs: list[list[P | None]] = []
+    of_results: list[list[P | None]] = []
+    for member in members:
+        specs.append([matrices.spec for matrices in member])
+        of_results.append([member[number].spec for number in like])
     return jax.shard_map(
         local, mesh=mesh, in_specs=(P(), specs), out_specs=of_results, check_vma=False
     )(shared, members)

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ..core._pytree import Arrays
 from ..core._train_state import AbstractTrainState
-from ..sharding.report._text import scaled
+from ..sharding.report._text import mesh_text, scaled
 
 
 def show_state(state: AbstractTrainState, step: object) -> str | None:
@@ -87,6 +87,5 @@ def _devices(model: Arrays) -> list[str]:
         bytes_per_device += math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
     if mesh is None or mesh.size == 1:
         return []
-    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    size = scaled(bytes_per_device)
+    sizes, size = mesh_text(mesh.shape), scaled(bytes_per_device)
     return [f"  mesh       {sizes}; {size} of the model on each of {mesh.size} devices"]

@@ -14,6 +14,7 @@ from ..core._errors import several
 from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, NUMBERS, Static, show_path
 from ..distributed._mesh import batch_shards
+from ..sharding.report._text import mesh_text
 
 
 def path_name(path: KeyPath) -> str:
@@ -155,12 +156,12 @@ def refuse_wrong_gradients(jaxpr: AnyJaxpr, mesh: Mesh) -> None:
     for equation in iter_equations(jaxpr, skip=_is_manual):
         groups = equation.params.get("batch_group_count", 1)
         if equation.primitive.name == "conv_general_dilated" and groups > 1:
-            sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
             raise ValueError(
                 f"The gradient of a convolution in {groups} groups would be wrong on a mesh of "
-                f"{sizes}, because of a defect of the XLA compiler if `model` is used together "
-                "with `data` or `fsdp`. Constrain the loss: `plan.constrain(loss_fn)` of a plan "
-                "from `rc.plan_shardings` avoids the defect. Or use a mesh with model=1."
+                f"{mesh_text(mesh.shape)}, because of a defect of the XLA compiler if `model` is "
+                "used together with `data` or `fsdp`. Constrain the loss: "
+                "`plan.constrain(loss_fn)` of a plan from `rc.plan_shardings` avoids the defect. "
+                "Or use a mesh with model=1."
             )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._errors import check_number
+from ..core._pytree import is_none
 from ..core._trainable import partition_trainable
 from ._precision import widen
 
@@ -73,7 +74,6 @@ def model_with(average: WeightAverage | None, model: PyTree) -> PyTree:
     """Returns the model with averaged weights, in its own dtypes; without an average, the model."""
     if average is None:
         return model
-    is_none = lambda x: x is None
 
     def choose(averaged: PyTree, own: PyTree) -> PyTree:
         # What is not trained has no average.

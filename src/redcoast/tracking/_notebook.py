@@ -4,7 +4,7 @@ import html
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 _INTERVAL = 0.1  # seconds between two updates of an evaluation
 
@@ -26,7 +26,7 @@ def notebook_display() -> Show | None:
     ipython = sys.modules.get("IPython")  # a notebook has imported it
     if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
         return None
-    display: Any = sys.modules["IPython.display"].display
+    display = sys.modules["IPython.display"].display
     return lambda obj: display(obj, display_id=True)
 
 

@@ -105,17 +105,50 @@ class IteratorWithState(Stream):
         return examples
 
 
-class IteratorWithoutState(Stream):
+class _ReadAhead(Stream):
+    """A stream that stores the examples that it has read and not yet returned."""
+
+    def __init__(self, iterator: Iterator[PyTree] | None):
+        self._iterator, self._ahead = iterator, deque[PyTree]()
+        self._failed = False
+
+    def peek(self, count: int) -> list[PyTree]:
+        while len(self._ahead) < count:
+            try:
+                self._ahead.append(copied(self._read()))
+            except StopIteration:
+                break
+        return list(map(copied, itertools.islice(self._ahead, count)))
+
+    def _take(self) -> PyTree:
+        """Returns the next example, which has perhaps been read."""
+        if self._ahead:
+            return self._ahead.popleft()
+        return self._read()
+
+    def _read(self) -> PyTree:
+        assert self._iterator is not None
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed = True  # after an error, a generator stops as if it had no more examples
+            raise
+
+
+class IteratorWithoutState(_ReadAhead):
     """The stream of an iterator that can neither be read again nor restored."""
 
     resumes = False
 
     def __init__(self, iterator: Iterator[PyTree]):
-        self._iterator, self._ahead = iterator, deque[PyTree]()
-        self._count, self._failed = 0, False
+        # The iterator may write into the memory of an example for the next one.
+        super().__init__(map(copied, iterator))
+        self._count = 0
 
     def __next__(self) -> PyTree:
-        example = self._ahead.popleft() if self._ahead else self._read()
+        example = self._take()
         self._count += 1
         return example
 
@@ -129,25 +162,8 @@ class IteratorWithoutState(Stream):
                 "example. Pass a function that returns a new iterator."
             )
 
-    def peek(self, count: int) -> list[PyTree]:
-        while len(self._ahead) < count:
-            try:
-                self._ahead.append(self._read())
-            except StopIteration:
-                break
-        return list(map(copied, itertools.islice(self._ahead, count)))
 
-    def _read(self) -> PyTree:
-        try:
-            return copied(next(self._iterator))  # the iterator may write into it for the next one
-        except StopIteration:
-            raise
-        except BaseException:
-            self._failed = True  # after an error, a generator stops as if it had no more examples
-            raise
-
-
-class RepeatedStream(Stream):
+class RepeatedStream(_ReadAhead):
     """The stream of a source that is read from its beginning in each epoch.
 
     Its state has the epoch, the number of examples read in it, and checksums of some of them. If
@@ -169,14 +185,12 @@ class RepeatedStream(Stream):
         name: str,
         sets_epoch: bool = False,
     ):
+        super().__init__(None)
         self._sets_epoch = sets_epoch
         self._begin, self._epochs, self._name = begin, epochs, name
         self._has_length = False
-        self._iterator: Iterator[PyTree] | None = None
         self._methods: StateMethods | None = None
         self._initial: PyTree = None  # the state of a source before it was read
-        self._failed = False
-        self._ahead = deque[PyTree]()
         self._reading, self._count = 0, 0  # the epoch that is read, and its examples so far
         self._anchor: JSONObject | None = None  # an encoded state of the source
         # The first and last example after the anchor, or without one after the last state, and
@@ -188,7 +202,7 @@ class RepeatedStream(Stream):
     def __next__(self) -> PyTree:
         while True:
             try:
-                example = self._ahead.popleft() if self._ahead else self._read()
+                example = self._take()
             except StopIteration:
                 self._end_epoch()
                 continue
@@ -203,12 +217,7 @@ class RepeatedStream(Stream):
     def peek(self, count: int) -> list[PyTree]:
         if self._finished():
             return []
-        while len(self._ahead) < count:
-            try:
-                self._ahead.append(copied(self._read()))
-            except StopIteration:
-                break
-        return list(map(copied, itertools.islice(self._ahead, count)))
+        return super().peek(count)
 
     def get_state(self) -> JSONObject:
         if self._moved:
@@ -345,14 +354,7 @@ class RepeatedStream(Stream):
             raise StopIteration
         if self._iterator is None:
             self._start(None)
-        assert self._iterator is not None
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            raise
-        except BaseException:
-            self._failed = True  # after an error, a generator stops as if it had no more examples
-            raise
+        return super()._read()
 
     def _report_long_epoch(self) -> None:
         if self._epochs is None or self._has_length:

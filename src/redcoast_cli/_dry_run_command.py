@@ -327,4 +327,6 @@ def refused(report: Figures) -> bool:
 def peak_gib(report: Figures) -> str:
     """The peak memory; for a rejected program, the lower bound."""
     peak = in_gib(report["memory"]["peak"])
-    return f"at least {peak}" if refused(report) else peak
+    if refused(report):
+        return f"at least {peak}"
+    return peak

@@ -26,7 +26,9 @@ class PhaseDisplay:
 
     @property
     def interval(self) -> float:
-        return _REPEATED if self._columns is None else _REDRAWN
+        if self._columns is None:
+            return _REPEATED
+        return _REDRAWN
 
     def enter(self, name: str, detail: str) -> None:
         """Shows the beginning of a phase."""

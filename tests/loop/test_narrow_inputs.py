@@ -8,7 +8,7 @@ import pytest
 
 import redcoast as rc
 from redcoast.losses import token_log_probabilities
-from redcoast.train._start import _warn_of_narrow_floats
+from redcoast.train._start import _warn_of_parameters
 
 ROWS = np.ones((8, 4), np.float32)
 
@@ -20,7 +20,7 @@ def loss_fn(model, batch, key):
 def test_parameters_in_float8_are_warned_of_by_their_dtype():
     model = {"w": jnp.ones(3, jnp.float8_e4m3fn), "b": jnp.ones(3, jnp.bfloat16)}
     with pytest.warns(UserWarning, match=r"float8_e4m3fn \(w\).*float32 or bfloat16"):
-        _warn_of_narrow_floats(model, eqx.is_inexact_array)
+        _warn_of_parameters(model, eqx.is_inexact_array)
 
 
 def test_an_empty_model_is_called_empty():

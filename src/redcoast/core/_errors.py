@@ -135,8 +135,11 @@ def several(names: Sequence[str], most: int = 8, *, separator: str = ", ", noun:
     more = ""
     if len(names) > most:
         more = f" and {len(names) - most} more{noun}"
-    cut = 5 * _LONGEST  # names may be lists of names
-    short = [name if len(name) <= cut else f"{name[:cut]}..." for name in names[:most]]
+    short: list[str] = []
+    for name in names[:most]:
+        if len(name) > 5 * _LONGEST:  # it may be a list of names
+            name = f"{name[: 5 * _LONGEST]}..."
+        short.append(name)
     return separator.join(short) + more
 
 

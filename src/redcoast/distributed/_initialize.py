@@ -216,13 +216,15 @@ def _with_torchrun(job: _Job) -> _Job:
     taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if ":" in host and not host.startswith("["):  # an IPv6 address
         host = f"[{host}]"
-    local_id = os.environ.get("LOCAL_RANK", "").strip()
+    local_id, rank = None, os.environ.get("LOCAL_RANK", "").strip()
+    if rank.isdecimal():
+        local_id = int(rank)
     return _fill(
         job,
         coordinator=f"{host}:{int(port) + taken}",
         processes=int(processes),
         process_id=int(number),
-        local_id=int(local_id) if local_id.isdecimal() else None,
+        local_id=local_id,
     )
 
 
@@ -321,6 +323,9 @@ def _join(job: _Job, timeout: int | float) -> None:
     direct = os.environ.get(_NO_PROXY) or os.environ.get("no_proxy")
     os.environ[_NO_PROXY] = ",".join(filter(None, (direct, host)))
     jax.config.update("jax_check_proxy_envs", False)
+    address = None
+    if is_loopback(host):  # other computers must not reach it
+        address = coordinator
     with service_from(Service):
         jax.distributed.initialize(
             coordinator,
@@ -329,7 +334,7 @@ def _join(job: _Job, timeout: int | float) -> None:
             local_device_ids=_local_device_ids(job.local_id, here),
             cluster_detection_method="deactivate",
             initialization_timeout=60,  # seconds; `meet` has waited for all processes
-            coordinator_bind_address=coordinator if is_loopback(host) else None,
+            coordinator_bind_address=address,
             heartbeat_timeout_seconds=_HEARTBEAT,
         )
     watch = CoordinatorWatch(coordinator)

@@ -86,9 +86,9 @@ def complete_early_stopping(
     best = checkpoints
     if checkpoints is None or checkpoints.best is None:
         best = None
-    # What decides which checkpoint is kept also decides when to stop.
-    metric = early_stopping.metric or (best.metric if best else "loss")
-    metric = metric.removeprefix("eval/")
+    metric = (early_stopping.metric or "loss").removeprefix("eval/")
+    if best and not early_stopping.metric:
+        metric = best.metric  # what decides which checkpoint is kept also decides when to stop
     mode = early_stopping.mode
     if mode is None and best and best.metric == metric:
         mode = best.mode

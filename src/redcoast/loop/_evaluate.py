@@ -370,8 +370,9 @@ def run_evaluation(
         for rows, result in results:
             # While the devices compute the next batch.
             means, weight = jax.device_get(result)
-            # Without a weight from the loss, all examples count the same.
-            weight = float(weight) if "weight" in means else float(rows)
+            if "weight" not in means:
+                weight = rows  # all examples count the same
+            weight = float(weight)
             total += weight
             for name, mean in means.items():
                 share = 0.0

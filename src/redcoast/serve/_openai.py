@@ -80,11 +80,13 @@ def read_request(
     count = integer(request, "n", 1, limits.rows) or 1
     if chat:
         param, texts = "messages", read_messages(request, limits, render)
+        too_many = "n"  # there is one prompt
     else:
         param, texts = "prompt", read_prompts(request, limits)
+        too_many = param
     if len(texts) * count > limits.rows:
         text = f"{len(texts)} prompts with n={count} are more than {limits.rows} at once."
-        raise Refused(400, text, "n" if chat else param)
+        raise Refused(400, text, too_many)
     echo = not chat and boolean(request, "echo")
     extras = Extras(
         presence=number(request, "presence_penalty", -2, 2) or 0,
@@ -103,7 +105,9 @@ def read_request(
     for prompt in texts:
         tokens = tokens_of(prompt, encode, limits, param=param, special=not chat)
         prompts += [tokens] * count
-        shown += [prompt if isinstance(prompt, str) else None] * count
+        if not isinstance(prompt, str):
+            prompt = None
+        shown += [prompt] * count
     new_tokens = choose_length(length, prompts, limits, chat=chat)
     if decoding.min_new_tokens > new_tokens:
         text = (

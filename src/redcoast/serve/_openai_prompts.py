@@ -112,8 +112,10 @@ def read_content(content: object, where: str) -> str:
     """Returns a content, which is a text or a list of parts of one."""
     if isinstance(content, str):
         return content
+    if not isinstance(content, list) or not content:
+        raise Refused(400, _NO_TEXT.format(where), where)
     texts: list[str] = []
-    for part in content if isinstance(content, list) else []:
+    for part in content:
         text = None
         if isinstance(part, dict):
             # {"type": "text", "text": "..."}
@@ -121,8 +123,6 @@ def read_content(content: object, where: str) -> str:
         if not isinstance(text, str) or part.get("type") != "text":
             raise Refused(400, _NO_TEXT.format(where), where)
         texts.append(text)
-    if not texts:
-        raise Refused(400, _NO_TEXT.format(where), where)
     return "".join(texts)
 
 

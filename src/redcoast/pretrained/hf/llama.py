@@ -114,6 +114,19 @@ def _attention_alone(c: Settings) -> Fields:
     return {"kind": "granitemoehybrid", "rope_layers": (rotated,) * c["num_hidden_layers"]}
 
 
+def _written_attention_alone(c: LlamaConfig) -> Settings:
+    embedding = "rope"
+    if c.rope_layers:  # no layer has rotary positions
+        embedding = None
+    return {
+        "attention_multiplier": c.score_factor or c.head_dim**-0.5,
+        "layer_types": ["full_attention"] * c.layers,
+        "num_local_experts": 0,
+        "mamba_n_heads": 1,  # must divide the width, although there are no such layers
+        "position_embedding_type": embedding,
+    }
+
+
 _GROWTH, _LENGTH = "llama_4_scaling_beta", "max_position_embeddings"
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _GROWTH: 0.1}
 _MINISTRAL_ROPE |= {"original_max_position_embeddings": 16384, "mscale": 1.0}
@@ -226,13 +239,7 @@ KINDS = {
         ignored=_OF_STATES,
         renamed={"layers_block_type": "layer_types"},
         more=_attention_alone,
-        written=lambda c: {
-            "attention_multiplier": c.score_factor or c.head_dim**-0.5,
-            "layer_types": ["full_attention"] * c.layers,
-            "num_local_experts": 0,
-            "mamba_n_heads": 1,  # must divide the width, although there are no such layers
-            "position_embedding_type": None if c.rope_layers else "rope",
-        },
+        written=_written_attention_alone,
     ),
     "smollm3": Kind(
         architecture="SmolLM3",

@@ -15,6 +15,13 @@ _FIELDS = {
     "router_loss_weight": ("router_aux_loss_coef", 0.001),
 }
 
+
+def _window(c: Settings) -> Fields:
+    if c["use_sliding_window"]:
+        return {}
+    return {"window": None}
+
+
 KINDS = {
     "mixtral": Kind(
         architecture="Mixtral",
@@ -52,7 +59,7 @@ KINDS = {
         # The first is the size of dense layers, and there are none.
         ignored="intermediate_size max_window_layers",
         renamed={"num_local_experts": "num_experts"},
-        more=lambda c: {} if c["use_sliding_window"] else {"window": None},
+        more=_window,
         written=lambda c: {
             "use_sliding_window": bool(c.window),
             "decoder_sparse_step": 1,

@@ -88,17 +88,19 @@ def write(config: Phi3Config) -> Settings:
     if c.rope_scaling is not None and not isinstance(c.rope_scaling, LongRope):
         raise ValueError("`rope_scaling` must be a `LongRope`: files of Phi-3 support no other.")
     rope: Settings = {"rope_type": "default", "rope_theta": c.rope_base}
+    original = c.context
     if s := c.rope_scaling:
+        original = s.original
         rope |= {"rope_type": "longrope", "attention_factor": s.factor}
         rope |= {name: list(getattr(s, field)) for field, name in _FACTORS.items()}
-        rope["original_max_position_embeddings"] = s.original
+        rope["original_max_position_embeddings"] = original
     rope[PART] = rotated_part(c.rotated, c.head_dim)
     settings = write_fields(c, _FIELDS)
     return settings | {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
         "hidden_act": "silu",
-        "original_max_position_embeddings": s.original if s else c.context,
+        "original_max_position_embeddings": original,
         "rope_parameters": rope,
     }
 

@@ -65,24 +65,28 @@ def load_tokenizer(path: str | Path) -> Any:
     if path.exists():
         data = read_bounded(file_inside(weights, path.name), MOST_BYTES)
         with naming_file(path, "is not a tokenizer"):
-            tokenizer = _plain(Tokenizer.from_buffer(data))
+            tokenizer = Tokenizer.from_buffer(data)
             tokenizer.encode("a")  # some files only fail here
-            return tokenizer
-    if importlib.util.find_spec("transformers") is None:
+    elif importlib.util.find_spec("transformers") is None:
         raise ValueError(
             f"{weights} has no tokenizer.json. If it has a tokenizer of another form, install "
             "`transformers`, which converts it."
         )
-    from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
+    else:
+        from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{weights} has no tokenizer that can be read: {error}") from error
-    # Without its files, `transformers` makes some tokenizers with hardly any tokens.
-    if tokenizer.get_vocab_size(with_added_tokens=False) < 10:
-        raise ValueError(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
-    return _plain(tokenizer)
+        try:
+            converted = AutoTokenizer.from_pretrained(weights, local_files_only=True)
+            tokenizer = converted.backend_tokenizer
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{weights} has no tokenizer that can be read: {error}") from error
+        # Without its files, `transformers` makes some tokenizers with hardly any tokens.
+        if tokenizer.get_vocab_size(with_added_tokens=False) < 10:
+            raise ValueError(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
+    # A file may have them from its training.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def load_chat_template(path: str | Path) -> Callable[..., str] | None:
@@ -124,7 +128,9 @@ def load_chat_template(path: str | Path) -> Callable[..., str] | None:
         ```
     """
     weights = _existing(path)
-    template, settings = read_template(weights) if weights.is_dir() else (None, {})
+    template, settings = None, {}
+    if weights.is_dir():
+        template, settings = read_template(weights)
     if template is None and (gguf := find_gguf(weights)):
         with naming_file(gguf, "has metadata that cannot be read"):
             read = gguf_metadata(gguf)
@@ -175,13 +181,6 @@ def naming_file(path: Path, words: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{path} {words}.") from error
-
-
-def _plain(tokenizer: Any) -> Any:
-    """Disables truncation and padding, which a file may contain from its training."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def gguf_special(read: Metadata) -> dict[str, str]:

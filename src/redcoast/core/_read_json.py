@@ -48,10 +48,13 @@ def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     Raises `ValueError` that names the file if it is not a regular file; `OSError` if it cannot be
     opened.
     """
-    # With this flag, the opening of a pipe does not wait. Windows has neither.
-    at_once = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-    file: BinaryIO = open(path, "rb", buffering=buffering, opener=at_once)  # noqa: SIM115  # the caller closes it
+    file: BinaryIO = open(path, "rb", buffering=buffering, opener=_at_once)  # noqa: SIM115  # the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ValueError(f"{path} is a pipe or a device, and only regular files are read.")
     return file
+
+
+def _at_once(name: str, flags: int) -> int:
+    # With this flag, the opening of a pipe does not wait. Windows has neither.
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))

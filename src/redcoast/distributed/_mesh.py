@@ -159,10 +159,14 @@ def _arrange(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
         return mesh_utils.create_hybrid_device_mesh(inside, across, devices, **options)
     # Sorted by process and in row-major order, neighbours are along the last axis, and only the
     # leading axes cross hosts.
-    slice_of = lambda device: getattr(device, "slice_index", None) or 0
     array = np.empty(len(devices), dtype=object)
-    array[:] = sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id))
+    array[:] = sorted(devices, key=_place)
     return array.reshape(shape)
+
+
+def _place(device: Any) -> tuple[int, int, int]:
+    slice_index = getattr(device, "slice_index", None) or 0
+    return slice_index, device.process_index, device.id
 
 
 def _split_off(shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

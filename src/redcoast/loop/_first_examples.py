@@ -1,5 +1,6 @@
 """Collated examples that processes compare to check that they have the same data."""
 
+import functools as ft
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ def first_training_examples(data: Batches) -> Listing:
     augment = collate_fn is not None and needs_rngs(collate_fn)
     # As many as in the run: a `collate_fn` may pad to the longest of its examples.
     rows = _rows_of_a_device(data.batch_size, data.mesh)
-    read = lambda indices: data.collate_examples(indices, augment=augment)
+    read = ft.partial(data.collate_examples, augment=augment)
     return _listing(read, _chosen(rows, data.length))
 
 

@@ -89,7 +89,8 @@ def make_app(
         if server.queue.full():
             return await too_many(request, server)
         body = await read_body(request, server.limits.most_bytes, timeout)
-        read = lambda: read_request(body, server.limits, server.encode, server.render, chat=chat)
+        options = server.limits, server.encode, server.render
+        read = ft.partial(read_request, body, *options, chat=chat)
         # In another thread, since to tokenise a long prompt takes a while.
         ask = await asyncio.get_running_loop().run_in_executor(readers, read)
         return await answer(request, server, ask, chat=chat)
@@ -204,25 +205,28 @@ async def collect(
     return reply.whole(choices, usage_body(ask.prompt_tokens, count))
 
 
+def _event(body: Body) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
 async def events(
     job: ServedJob, ask: Ask, reply: Reply, pieces: asyncio.Queue[Piece | Exception]
 ) -> AsyncIterator[str]:
     """Yields the parts of a streamed response, as server-sent events."""
-    event = lambda body: f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
     choices = [Choice() for _ in job.prompts]
     begun: set[int] = set()
     try:
         async for piece in received(job, pieces):
             first, choice = piece.row not in begun, choices[piece.row]
             begun.add(piece.row)
-            yield event(reply.chunk(piece, choice, first=first))
+            yield _event(reply.chunk(piece, choice, first=first))
             choice.add(piece)
         if ask.usage:
             count = sum(choice.count for choice in choices)
-            yield event(reply.last(usage_body(ask.prompt_tokens, count)))
+            yield _event(reply.last(usage_body(ask.prompt_tokens, count)))
         yield "data: [DONE]\n\n"
     except Exception as error:  # the status has already been sent
-        yield event(error_body(error)[1])
+        yield _event(error_body(error)[1])
     finally:
         job.cancelled.set()
 

@@ -1,5 +1,6 @@
 """Concurrent requests, which one thread generates in batches."""
 
+import functools as ft
 import math
 import threading
 import time
@@ -359,7 +360,7 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     grammars = [row.grammar for row in rows]
     allow = None
     if any(grammar is not None for grammar in grammars):
-        allow = lambda: allowed_bits(grammars, config.vocab, count)
+        allow = ft.partial(allowed_bits, grammars, config.vocab, count)
     steps = decode_rows(
         served.model,
         tokens,

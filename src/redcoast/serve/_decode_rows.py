@@ -87,8 +87,7 @@ def decode_rows(
         start += size
     scores = None
     if score_prompt:
-        together = lambda *x: np.concatenate(x, axis=1)
-        scores = jax.tree.map(together, *map(jax.device_get, parts))
+        scores = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *map(jax.device_get, parts))
     logits = _begin(stacked, last, everywhere)
     model, cache = by_layer_with(model, cache)
     split_model, places = SplitTree.of(model), places_of(cache)

@@ -432,7 +432,7 @@ class CompiledStep:
         )
 
 
-def _with_aux(compiled: Run, structure: jax.tree_util.PyTreeDef) -> Run:
+def _with_aux(compiled: Run, structure: PyTree) -> Run:
     """A program that returns aux as a tree."""
 
     def run(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:

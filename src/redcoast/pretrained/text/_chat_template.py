@@ -56,11 +56,13 @@ def _settings(directory: Path, name: str) -> Settings:
 def named_template(template: object, path: Path) -> str | None:
     """Returns the template in the settings, or the one named `default` if there are several."""
     if isinstance(template, list):
-        is_named = lambda x: isinstance(x, dict) and isinstance(x.get("name"), str)
-        if not all(map(is_named, template)):
-            raise ValueError(f"{path} has a `chat_template` without a name in its list.")
+        named: Settings = {}
+        for x in template:
+            if not isinstance(x, dict) or not isinstance(x.get("name"), str):
+                raise ValueError(f"{path} has a `chat_template` without a name in its list.")
+            named[x["name"]] = x.get("template")
         # Others are for tools or documents, and a caller would have to ask for them by name.
-        template = {x["name"]: x.get("template") for x in template}.get("default")
+        template = named.get("default")
     if not (template is None or isinstance(template, str)):
         raise ValueError(
             f"{path} has a `chat_template` of type {type(template).__name__}. It must be a string, "
@@ -74,7 +76,9 @@ def special_tokens(settings: Settings, path: Path) -> dict[str, str]:
     special = {"bos_token": "", "eos_token": ""}
     for name, token in settings.items():
         if name.endswith("_token") and not isinstance(token, bool):  # not `add_bos_token`
-            text = token.get("content") if isinstance(token, dict) else token or ""
+            text = token or ""
+            if isinstance(token, dict):
+                text = token.get("content")
             if not isinstance(text, str):
                 raise ValueError(
                     f"{path} has the `{name}` {str(token)[:60]}. It must be a string, or an object "

@@ -132,7 +132,9 @@ def __getattr__(name: str) -> _typing.Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(_LAZY[name], __name__)
-    return module if _LAZY[name] == f".{name}" else getattr(module, name)
+    if _LAZY[name] == f".{name}":
+        return module
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

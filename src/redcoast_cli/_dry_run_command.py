@@ -162,7 +162,10 @@ def compare(c: DryRunCommand) -> list[Attempt]:
         if fits is None:
             fits = (candidate.estimated_memory or math.inf) <= usable
         if fits and candidate.error is None:
-            best.setdefault("with" if "pipe" in candidate.mesh else "without", candidate.mesh)
+            kind = "without"
+            if "pipe" in candidate.mesh:
+                kind = "with"
+            best.setdefault(kind, candidate.mesh)
     runs = {}
     for kind in sorted(best):
         runs[kind] = attempt(replace(c, mesh=_written(best[kind])), target, c.seq)

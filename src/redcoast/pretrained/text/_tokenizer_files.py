@@ -251,7 +251,13 @@ def gguf_metadata(path: Path) -> Metadata:
         count = fields[COUNT].contents()
     if count > 1:
         fields = _gguf_fields(files_of_model(path, count)[0])
-    return lambda name: fields[name].contents() if name in fields else None
+
+    def read(name: str) -> Any:
+        if name not in fields:
+            return None
+        return fields[name].contents()
+
+    return read
 
 
 def _gguf_fields(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from odd_vocabulary import check_sent, check_tied
+from odd_vocabulary import check_sent, check_tied, check_uses
 from paths import EXPERIMENTS
 
 import redcoast as rc
@@ -105,6 +105,10 @@ def test_a_vocabulary_that_does_not_divide_costs_nothing():
 
 def test_the_gradient_of_a_tied_table_is_summed_once():
     check_tied("a100-40gb:2", 2)
+
+
+def test_what_uses_of_a_tied_table_send_is_planned():
+    check_uses("a100-40gb:2")
 
 
 @pytest.fixture

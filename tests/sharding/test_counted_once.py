@@ -8,7 +8,8 @@ import pytest
 from grids import few_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding_helpers import array, real_mesh
+from odd_vocabulary import USES
+from sharding_helpers import array, mesh_of, real_mesh
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives, sent_bytes
@@ -60,16 +61,47 @@ def solved(model, batch, key):
     return jnp.mean(jax.vmap(solve)(batch) ** 2)
 
 
+def residual(p, x):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def scanned(model, batch, key, block=residual):
+    return jnp.mean(jax.lax.scan(lambda x, p: (block(p, x), None), batch, model)[0] ** 2)
+
+
+def unrolled(model, batch, key):
+    """The compiler finds that such a block computes the same again, and gathers nothing again."""
+    block = jax.checkpoint(residual, prevent_cse=False)
+    for p in model:
+        batch = block(p, batch)
+    return jnp.mean(batch**2)
+
+
+def whole(fn, policy=None, **options):
+    """A loss that is rematerialised as a whole."""
+    run = lambda model, batch: fn(model, batch, None, **options)
+    return lambda model, batch, key: jax.checkpoint(run, policy=policy)(model, batch)
+
+
+POLICIES = jax.checkpoint_policies
 BLOCK = {"up": array(64, 256), "down": array(256, 64)}
+LAYERS = {"up": array(4, 64, 256), "down": array(4, 256, 64)}
 CASES = {
     "rematerialised": (rematerialised, [BLOCK] * 2, 1),
     "frozen": (frozen, [BLOCK] * 2, 8),
     "solved": (solved, [BLOCK], 8),
     "solved, FSDP": (solved, [BLOCK], 1),
+    # Layers are gathered for the loop, for the loop again, and for its derivative.
+    "whole scan": (whole(scanned), LAYERS, 1),
+    "whole scan, layers": (whole(scanned, block=jax.checkpoint(residual)), LAYERS, 1),
+    "whole scan, dots": (whole(scanned, POLICIES.dots_saveable), LAYERS, 1),
+    "whole scan, everything": (whole(scanned, POLICIES.everything_saveable), LAYERS, 1),
+    "whole, everything": (whole(rematerialised, POLICIES.everything_saveable), [BLOCK] * 2, 1),
+    "same again": (unrolled, [BLOCK] * 2, 1),
 }
 
 
-@pytest.mark.parametrize("name", few_of(CASES, "rematerialised"))
+@pytest.mark.parametrize("name", few_of(CASES, "rematerialised", "whole scan"))
 def test_gathers_and_gradients_are_counted_as_often_as_they_are_sent(name):
     fn, model, data = CASES[name]
     mesh = real_mesh(data, 8 // data, 1)
@@ -105,3 +137,14 @@ def test_what_depends_on_the_platform_is_planned():
     plan = rc.plan_shardings(array(8, 8), real_mesh(8, 1, 1), fn=loss, args=args)
     assert plan.report.program.batch_axes == ("data",)
     assert plan.report.program.coupled is None
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_gradient_of_a_tied_table_is_planned_once(name):
+    """As GPUs sum it; `odd_vocabulary.check_uses` compiles that."""
+    fn, *bytes_of_element = USES[name]
+    model, batch = {"table": array(1024, 64)}, jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    for sizes, size in zip(({"data": 2}, {"fsdp": 2}), bytes_of_element, strict=True):
+        plan = rc.plan_shardings(model, mesh_of(**sizes), fn=fn, args=(batch,))
+        planned = sum(one.bytes for one in plan.report.program.traffic)
+        assert planned == pytest.approx(1024 * 64 * size, rel=0.01), plan.table()

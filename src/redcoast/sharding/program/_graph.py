@@ -245,8 +245,13 @@ class Graph:
     memory_traffic: BytesByDims = field(default_factory=lambda: defaultdict(float))
     saved: BytesByDims = field(default_factory=lambda: defaultdict(float))
     large_result_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
-    first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
-    last_use: dict[Value, Source] = field(default_factory=dict)  # of those with a cotangent
+    # By the dimensions of a value: the first operation that reads it, if possible no lookup.
+    first_use: dict[Dims, Cursor] = field(default_factory=dict)
+    looked_up: set[Value] = field(default_factory=set)  # tables
+    last_use: dict[Value, Source] = field(default_factory=dict)  # of origins with a cotangent
+    # What arrays with a cotangent are rearranged from: transposed, cast, reshaped or cut, or closed
+    # over by a loop after which their cotangents are summed.
+    rearranged: dict[Value, Value] = field(default_factory=dict)
     # What is known of the constants that an equation reads, by its `id`.
     constants: dict[int, Constants] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
@@ -344,12 +349,21 @@ class Graph:
         """Whether a loop does, and not a scan that is unrolled."""
         return self.is_stacked(value) and self.unrolled.isdisjoint(value.dims)
 
-    def first_use_of(self, value: Value) -> Source:
+    def first_use_of(self, value: Value) -> Cursor:
         """The first operation that reads an array, or one layer of it."""
-        source = self.first_use.get(value.dims, ())
-        if not source and self.is_stacked(value):
-            return self.first_use.get(value.dims[1:], ())
-        return source
+        if value.dims not in self.first_use and self.is_stacked(value):
+            return self.first_use.get(value.dims[1:], Cursor())
+        return self.first_use.get(value.dims, Cursor())
+
+    def origins(self, value: Value, *, through_casts: bool = True) -> list[Value]:
+        """An array, what it is rearranged from, and so on."""
+        origins = [value]
+        while origins[-1] in self.rearranged:
+            origin = self.rearranged[origins[-1]]
+            if not through_casts and origin.itemsize != value.itemsize:
+                break
+            origins.append(origin)
+        return origins
 
     def rule_at(self, source: Source) -> Rule:
         """The rule of an operation. A loop, which has none, needs its arrays as a whole."""

@@ -7,7 +7,8 @@ from itertools import compress
 from operator import or_
 from typing import Any
 
-from jax.core import AbstractValue
+import jax.numpy as jnp
+from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from ...core._control_flow import (
@@ -18,6 +19,7 @@ from ...core._control_flow import (
     Scan,
     control_flow,
     inner_jaxprs,
+    is_saved,
     open_jaxpr,
     saves,
 )
@@ -27,6 +29,8 @@ from ..operations._rule_table import LARGE_OPERATIONS
 
 # The name of a primitive, and the shapes of its operands.
 Computation = tuple[str, tuple[tuple[int, ...], ...]]
+# What gathers an array that is sharded in storage. Policies know it by its name.
+_CONSTRAINT = Primitive("sharding_constraint")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,13 @@ class KeepAllBut:
 
 def gather_of(shape: tuple[int, ...]) -> Computation:
     """The gather of an array with a constraint of its sharding."""
-    return "sharding_constraint", (shape,)
+    return _CONSTRAINT.name, (shape,)
+
+
+def keeps_gathers(region: Call) -> bool:
+    """Whether the policy of a rematerialised region keeps the arrays that are gathered in it."""
+    policy = region.policy
+    return policy is not None and is_saved(policy(_CONSTRAINT, ShapedArray((), jnp.float32)))
 
 
 def recomputes_little(region: Call) -> bool:

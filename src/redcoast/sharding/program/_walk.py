@@ -38,6 +38,8 @@ from ._interpolation import Constants
 from ._loop_weights import can_hoist_gradient_sum
 from ._remat import Region, find_needed
 
+# The cotangents of their results are rearranged likewise, and added to those of other uses.
+_REARRANGING = "convert_element_type", "reshape", "slice", "squeeze", "transpose"
 # The assumed number of iterations of a `while` loop.
 ASSUMED_TRIPS = 10
 
@@ -136,11 +138,13 @@ def _apply_rule(
     if is_callback(equation):
         return _call_host(graph, equation, rule, inputs), []
     if rule is not None:
-        for value in inputs:
-            graph.first_use.setdefault(value.dims, graph.cursor.source)
+        _note_first_use(graph, rule, inputs)
         results = follow_rule(graph, equation, rule, inputs)
-        if have_grad(results):
-            graph.last_use.update(dict.fromkeys(inputs, graph.cursor.source))
+        if have_grad(results) and name in _REARRANGING:
+            graph.rearranged[results[0]] = inputs[0]
+        elif have_grad(results):
+            for value in inputs:
+                graph.last_use[graph.origins(value)[-1]] = graph.cursor.source
         _note_grouping(graph, rule, inputs, results)
         if name == "sharding_constraint":
             _record_constraint(graph, equation, inputs[0])
@@ -174,6 +178,18 @@ def _apply_rule(
             return results, []
     graph.unknown[equation.primitive.name] += 1
     return follow_rule(graph, equation, opaque_rule(equation), inputs), []
+
+
+def _note_first_use(graph: Graph, rule: Rule, inputs: Sequence[Value]) -> None:
+    """Records where arrays are first read. Lookups in a table are constrained by themselves."""
+    for place, value in enumerate(inputs):
+        if rule.is_lookup and place == 0:
+            graph.looked_up.add(value)
+            graph.first_use.setdefault(value.dims, graph.cursor)
+            continue
+        before = graph.first_use.get(value.dims)
+        if before is None or graph.rule_at(before.source).is_lookup:
+            graph.first_use[value.dims] = graph.cursor
 
 
 def _note_grouping(
@@ -301,7 +317,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
             reduced = _reduced_once(graph, value)
         elif can_hoist_gradient_sum(body, var):
             reduced = graph.cursor.times  # once for all iterations
-        copied_consts.append(replace(value, reduced=reduced))
+        copied_consts.append(_closed_over(graph, value, reduced))
     # A carry whose initial value has no gradient may have one after the first iteration.
     carry = _copies(carry, have_grad(inputs))  # (batch, ...)
     slices: list[Value] = []
@@ -355,6 +371,14 @@ def _reduced_once(graph: Graph, value: Value) -> int | float:
     return graph.cursor.times
 
 
+def _closed_over(graph: Graph, value: Value, reduced: int | float | None) -> Value:
+    """An array in a loop that closes over it, whose cotangent is summed so often in a step."""
+    inside = replace(value, reduced=reduced)
+    if reduced is not None and value.grad:
+        graph.rearranged[inside] = value
+    return inside
+
+
 def _copies(values: Sequence[Value], grad: bool | None = None) -> list[Value]:
     """Distinct values with the same dimensions: inside a loop their cotangents are summed anew.
 
@@ -376,7 +400,7 @@ def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = loop.split(inputs)
     carry = _copies(carry, have_grad([*body_consts, *carry]))
     cond_consts = _copies(cond_consts, grad=False)  # a condition has no derivative
-    body_consts = [replace(value, reduced=_reduced_once(graph, value)) for value in body_consts]
+    body_consts = [_closed_over(graph, value, _reduced_once(graph, value)) for value in body_consts]
     outside = graph.cursor
     graph.cursor = replace(outside, times=outside.times * ASSUMED_TRIPS)
     _, cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])

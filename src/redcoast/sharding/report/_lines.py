@@ -46,7 +46,7 @@ def find_lines(
         saved[frames.of(source)] += size  # pyright: ignore[reportArgumentType]
     # Constants are in memory all the time, and belong to the line that first uses them.
     for constant in program.constants:
-        source = program.graph.first_use.get(constant.values[0].dims, ())
+        source = program.graph.first_use_of(constant.values[0]).source
         frame = frames.of(source)
         saved[frame] += constant.bytes
         causes[frame]["arrays that the function closes over"] += constant.bytes

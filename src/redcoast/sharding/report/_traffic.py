@@ -214,7 +214,7 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
         # The compiler for CPUs gathers what is the same in all microbatches before the first.
         if program.graph.is_looped(value) or decision.hardware.compiler != "cpu":
             size *= layout.accumulate
-        source = program.graph.first_use_of(value)
+        source = program.graph.first_use_of(value).source
         if decision.hardware.compiler == "tpu" and source and reads_narrow(source[-1]):
             size /= 2  # it is converted to bfloat16 before it is gathered
         arrays.append((over, reasons.leaves[place].name, size, source))

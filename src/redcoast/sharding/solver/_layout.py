@@ -10,7 +10,7 @@ from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..pipeline._stages import Pipeline
 from ..program._batch_dims import Entries
-from ..program._graph import Dims, Value
+from ..program._graph import Cursor, Dims, Value
 from ..program._program import Program
 from ..tree._leaf_plans import trim_spec
 from ..tree._leaves import LARGE
@@ -166,7 +166,7 @@ class StorageLayout:
                     gathered=in_use * (share > split),  # 0 if it is stored as it is used
                     gradient=gradient,
                     local=value.grad * local * (decision.batch.count > 1),  # before it is summed
-                    first_use=program.graph.first_use.get(value.dims, ()),
+                    first_use=program.graph.first_use.get(value.dims, Cursor()).source,
                 )
             )
         peak = find_peak(

@@ -1,7 +1,7 @@
 """What devices send to each other in a step, and why: one list for the solver and the report."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -33,7 +33,7 @@ from ..program._graph import (
     Work,
     path_of,
 )
-from ..program._remat import recomputes_little
+from ..program._remat import keeps_gathers, recomputes_little
 from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import is_spectrum, moved_rows
 
@@ -95,10 +95,10 @@ def of_model(
     all-gathered.
     """
     apart = _summed_apart(graph, hardware)
-    for summed in _once(graph.partial_sums.values(), apart, classes.__getitem__):
+    for summed in _once(graph, graph.partial_sums.values(), apart, classes.__getitem__):
         if classes.divides(summed.node):
             dims, root = summed.value.dims, classes[summed.node]
-            size = _sum_bytes(summed, apart) / batch.parts((*summed.rows, *dims))
+            size = _sum_bytes(graph, summed, apart) / batch.parts((*summed.rows, *dims))
             sent = all_reduce(n, size)
             yield PlannedCollective(
                 "partial sums", sent, dims, summed.source, summed.backward, root
@@ -182,7 +182,12 @@ class _OverBatch:
         apart = _summed_apart(self.graph, hardware)
         # Gradients of all rows are summed together, whether the rows are linked or not.
         all_rows = -1
-        for summed in _once(split, apart, lambda node: all_rows):
+        # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
+        is_scattered = hardware.scatters and self.gradient_shards == batch.count
+        # A reduce-scatter is done before a cast, so that fewer bytes are sent.
+        for summed in _once(
+            self.graph, split, apart, lambda node: all_rows, through_casts=not is_scattered
+        ):
             dims, source = summed.value.dims, summed.source
             product = self._product_of(summed.node, source)
             is_gradient = summed.backward and batch.parts(dims) == 1
@@ -195,7 +200,7 @@ class _OverBatch:
             if halo is not None:
                 yield PlannedCollective("halos", halo, dims, source, summed.backward)
                 continue
-            size = _sum_bytes(summed, apart)
+            size = _sum_bytes(self.graph, summed, apart)
             # Results without rows are gradients, which are summed after loops.
             if is_gradient:
                 devices, others = batch.around(summed.node, dims)
@@ -203,8 +208,7 @@ class _OverBatch:
                 if hardware.adds_first:
                     devices = batch.count
                 sent = all_reduce(devices, size / others)
-                # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
-                if hardware.scatters and self.gradient_shards == batch.count:
+                if is_scattered:
                     sent = all_gather(batch.count, size / others)
                 yield PlannedCollective("gradients", sent, dims, source, backward=True)
             elif not summed.backward and self._looks_up_other_rows(summed):
@@ -393,9 +397,25 @@ def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = Fal
     gathered after that.
     """
     size = value.bytes * cast_share(graph, value)
-    if once or not _is_gathered_again(graph, value):
-        return all_gather(devices, size)
-    return all_gather(devices, 2 * size)
+    if not once:
+        size *= _count_gathers(graph, value)
+    if value in graph.looked_up and not _is_gathered_for_lookups(graph, value):
+        size += value.bytes
+    return all_gather(devices, size)
+
+
+def _is_gathered_for_lookups(graph: Graph, value: Value) -> bool:
+    """Whether lookups in a table have it as it is gathered for its first use.
+
+    Not if that is a cast, or in a function with a derivative of its own.
+    """
+    source = graph.first_use_of(value).source
+    if graph.rule_at(source).is_lookup:
+        return True
+    for flow in map(control_flow, source):
+        if isinstance(flow, Call) and flow.has_derivative:
+            return False
+    return cast_share(graph, value) == 1
 
 
 def cast_share(graph: Graph, value: Value) -> float:
@@ -403,7 +423,7 @@ def cast_share(graph: Graph, value: Value) -> float:
 
     Less than one if the program casts it before its first use.
     """
-    source = graph.first_use_of(value)
+    source = graph.first_use_of(value).source
     for flow in map(control_flow, source[:-1]):
         is_closed_over = isinstance(flow, Scan) and value.dims in graph.first_use
         has_derivative = isinstance(flow, Call) and flow.has_derivative
@@ -414,34 +434,39 @@ def cast_share(graph: Graph, value: Value) -> float:
     return min(1.0, struct_of(source[-1].outvars[0]).dtype.itemsize / value.itemsize)
 
 
-def _is_gathered_again(graph: Graph, value: Value) -> bool:
-    """Whether the backward pass gathers an array again."""
+def _count_gathers(graph: Graph, value: Value) -> int:
+    """How often a step gathers an array, forward and in the backward pass."""
     if not value.grad:
-        return False
-    if graph.is_stacked(value):
-        # The compiler gathers the layers of a scan without a loop once, if it keeps them.
-        is_loop = is_again = graph.is_looped(value)
-        for equation in graph.first_use.get(value.dims[1:], ()):
-            match control_flow(equation):
-                case Call(kind=CallKind.REMAT) as call:
-                    return is_loop or bool(call.prevent_cse)
-                case Scan() as scan:
-                    for inner in iter_equations(open_jaxpr(scan.body)):
-                        flow = control_flow(inner)
-                        if isinstance(flow, Call) and flow.kind is CallKind.REMAT:
-                            is_again &= recomputes_little(flow)
-        return is_again
-    for equation in graph.first_use.get(value.dims, ()):
+        return 1
+    cursor, gathers = graph.first_use_of(value), 1
+    is_loop, is_stacked = graph.is_looped(value), graph.is_stacked(value)
+    # The compiler gathers the layers of a scan without a loop once, if it keeps them.
+    is_again, is_inside = is_loop, False
+    for equation in cursor.source:
         match control_flow(equation):
-            case Scan() | While():
-                return False  # it closes over the array
-            case Call(kind=CallKind.REMAT):
-                return True
-    return False
+            case Call(kind=CallKind.REMAT) as region:
+                if keeps_gathers(region):
+                    return gathers
+                if not is_loop:
+                    # Without a loop, it finds that a region computes the same again.
+                    return gathers + bool(region.prevent_cse)
+                if is_inside:
+                    return gathers + 1
+                # Its layers are gathered for the loop that it runs again, too.
+                gathers += cursor.forwards > gathers
+            case Scan() | While() if not is_stacked:
+                return gathers  # it closes over the array
+            case Scan() as scan:
+                is_inside = True
+                for inner in iter_equations(open_jaxpr(scan.body)):
+                    flow = control_flow(inner)
+                    if isinstance(flow, Call) and flow.kind is CallKind.REMAT:
+                        is_again &= recomputes_little(flow)
+    return gathers + is_again
 
 
 def _summed_apart(graph: Graph, hardware: Hardware) -> set[Value]:
-    """The values whose cotangents of several uses are each summed over devices.
+    """The origins of values whose cotangents of several uses are each summed over devices.
 
     Compilers that add cotangents first do so from the last use on. Where that is no sum over
     devices, as of a residual connection around projections of the same value, it is in their way.
@@ -450,35 +475,56 @@ def _summed_apart(graph: Graph, hardware: Hardware) -> set[Value]:
     added: set[Value] = set()
     for summed in graph.partial_sums.values():
         if summed.backward:
-            apart.add(summed.value)
+            origin = graph.origins(summed.value)[-1]
+            apart.add(origin)
             # Operations without a rule are not known to use a value.
-            last = graph.last_use.get(summed.value, summed.source)
+            last = graph.last_use.get(origin, summed.source)
             if hardware.adds_first and last is summed.source:
-                added.add(summed.value)
+                added.add(origin)
     return apart - added
 
 
 def _once(
-    sums: Iterable[PartialSum], apart: Collection[Value], class_of: Callable[[int], int]
+    graph: Graph,
+    sums: Iterable[PartialSum],
+    apart: Collection[Value],
+    class_of: Callable[[int], int],
+    *,
+    through_casts: bool = True,
 ) -> Iterator[PartialSum]:
-    """Partial sums, one for all uses of a value if the compiler adds their cotangents first.
+    """Partial sums, one for all uses of an array if the compiler adds their cotangents first.
 
-    `class_of` gives the class of a node; sums along different classes remain apart.
+    Where it is used transposed, cast, reshaped or cut, these cotangents are added too, but for
+    cast ones if not `through_casts`. `class_of` gives the class of a node; sums along different
+    classes remain apart.
     """
-    seen: set[tuple[Value, int]] = set()
-    for summed in sums:
+    together: dict[object, list[PartialSum]] = {}
+    for place, summed in enumerate(sums):
+        key: object = place
         # A sum that makes the value is another one than that of its cotangent.
-        if summed.backward and summed.value not in apart:
-            key = summed.value, class_of(summed.node)
-            if key in seen:
-                continue
-            seen.add(key)
-        yield summed
+        if summed.backward and graph.origins(summed.value)[-1] not in apart:
+            origin = graph.origins(summed.value, through_casts=through_casts)[-1]
+            key = origin, class_of(summed.node)
+        together.setdefault(key, []).append(summed)
+    for first, *others in together.values():
+        used = list(dict.fromkeys(each.value for each in (first, *others)))
+        # They are added as the nearest array that all of them come from.
+        common = graph.origins(first.value)
+        for value in used:
+            origins = graph.origins(value)
+            common = [origin for origin in common if origin in origins]
+        if common[0].bytes < sum(value.bytes for value in used):
+            yield replace(first, value=common[0])
+        else:  # different parts of it
+            for each in (first, *others):
+                if each.value in used:
+                    used.remove(each.value)
+                    yield each
 
 
-def _sum_bytes(summed: PartialSum, apart: Collection[Value]) -> int | float:
+def _sum_bytes(graph: Graph, summed: PartialSum, apart: Collection[Value]) -> int | float:
     """Bytes that are reduced in a step for one partial sum."""
     size = summed.value.bytes * summed.times
-    if summed.value not in apart:
+    if graph.origins(summed.value)[-1] not in apart:
         return size
     return size * summed.uses

@@ -245,8 +245,9 @@ class Graph:
     memory_traffic: BytesByDims = field(default_factory=lambda: defaultdict(float))
     saved: BytesByDims = field(default_factory=lambda: defaultdict(float))
     large_result_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
-    # By the dimensions of a value: the first operation that reads it, if possible no lookup.
+    # By the dimensions of a value: the first operation that reads it, and the first but lookups.
     first_use: dict[Dims, Cursor] = field(default_factory=dict)
+    first_whole_use: dict[Dims, Cursor] = field(default_factory=dict)
     looked_up: set[Value] = field(default_factory=set)  # tables
     last_use: dict[Value, Source] = field(default_factory=dict)  # of origins with a cotangent
     # What arrays with a cotangent are rearranged from: transposed, cast, reshaped or cut, or closed
@@ -354,6 +355,10 @@ class Graph:
         if value.dims not in self.first_use and self.is_stacked(value):
             return self.first_use.get(value.dims[1:], Cursor())
         return self.first_use.get(value.dims, Cursor())
+
+    def gathered_for(self, value: Value) -> Cursor:
+        """The operation that an array is gathered for. Lookups in it may share what others need."""
+        return self.first_whole_use.get(value.dims, self.first_use_of(value))
 
     def origins(self, value: Value, *, through_casts: bool = True) -> list[Value]:
         """An array, what it is rearranged from, and so on."""

@@ -183,13 +183,11 @@ def _apply_rule(
 def _note_first_use(graph: Graph, rule: Rule, inputs: Sequence[Value]) -> None:
     """Records where arrays are first read. Lookups in a table are constrained by themselves."""
     for place, value in enumerate(inputs):
+        graph.first_use.setdefault(value.dims, graph.cursor)
         if rule.is_lookup and place == 0:
             graph.looked_up.add(value)
-            graph.first_use.setdefault(value.dims, graph.cursor)
-            continue
-        before = graph.first_use.get(value.dims)
-        if before is None or graph.rule_at(before.source).is_lookup:
-            graph.first_use[value.dims] = graph.cursor
+        else:
+            graph.first_whole_use.setdefault(value.dims, graph.cursor)
 
 
 def _note_grouping(

@@ -409,9 +409,9 @@ def _is_gathered_for_lookups(graph: Graph, value: Value) -> bool:
 
     Not if that is a cast, or in a function with a derivative of its own.
     """
-    source = graph.first_use_of(value).source
-    if graph.rule_at(source).is_lookup:
+    if value.dims not in graph.first_whole_use:
         return True
+    source = graph.gathered_for(value).source
     for flow in map(control_flow, source):
         if isinstance(flow, Call) and flow.has_derivative:
             return False
@@ -423,7 +423,7 @@ def cast_share(graph: Graph, value: Value) -> float:
 
     Less than one if the program casts it before its first use.
     """
-    source = graph.first_use_of(value).source
+    source = graph.gathered_for(value).source
     for flow in map(control_flow, source[:-1]):
         is_closed_over = isinstance(flow, Scan) and value.dims in graph.first_use
         has_derivative = isinstance(flow, Call) and flow.has_derivative
@@ -438,7 +438,7 @@ def _count_gathers(graph: Graph, value: Value) -> int:
     """How often a step gathers an array, forward and in the backward pass."""
     if not value.grad:
         return 1
-    cursor, gathers = graph.first_use_of(value), 1
+    cursor, gathers = graph.gathered_for(value), 1
     is_loop, is_stacked = graph.is_looped(value), graph.is_stacked(value)
     # The compiler gathers the layers of a scan without a loop once, if it keeps them.
     is_again, is_inside = is_loop, False

@@ -50,6 +50,15 @@ def frozen(model, batch, key):
     return jnp.mean((jnp.tanh(hidden @ model[-1]["up"]) @ model[-1]["down"]) ** 2)
 
 
+def nearest(model, batch, key):
+    """No gradient flows into distances to the vectors of a codebook, of which the least is used."""
+    hidden = jnp.tanh(batch @ model["up"])
+    norms = jnp.sum(model["codes"] ** 2, axis=-1)[None, :]
+    distances = norms - 2 * hidden @ model["codes"].T
+    codes = model["codes"][jnp.argmin(distances, axis=-1)]
+    return jnp.mean((codes - hidden) ** 2)
+
+
 def solved(model, batch, key):
     """Each device runs such a loop alone, and gradients are summed after it."""
 
@@ -89,6 +98,7 @@ LAYERS = {"up": array(4, 64, 256), "down": array(4, 256, 64)}
 CASES = {
     "rematerialised": (rematerialised, [BLOCK] * 2, 1),
     "frozen": (frozen, [BLOCK] * 2, 8),
+    "nearest": (nearest, {"up": array(64, 32), "codes": array(512, 32)}, 8),
     "solved": (solved, [BLOCK], 8),
     "solved, FSDP": (solved, [BLOCK], 1),
     # Layers are gathered for the loop, for the loop again, and for its derivative.
@@ -101,7 +111,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(CASES, "rematerialised", "whole scan"))
+@pytest.mark.parametrize("name", few_of(CASES, "rematerialised", "whole scan", "nearest"))
 def test_gathers_and_gradients_are_counted_as_often_as_they_are_sent(name):
     fn, model, data = CASES[name]
     mesh = real_mesh(data, 8 // data, 1)

@@ -141,8 +141,9 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
         inner[index], operands = _called(equation, inside, has_grad)
         if any(outs):
             equations.add(index)
-        # Its operand has a value, but no gradient.
-        if region.differentiated and stops_gradient(equation):
+        # Its operands have a value, but no gradient, as those of `argmax`.
+        has_tangent = any(is_inexact(var.aval) for var in equation.outvars)
+        if region.differentiated and (stops_gradient(equation) or not has_tangent):
             continue
         needed.update(variables(compress(equation.invars, map(or_, operands, of_derivative))))
     return Needed(frozenset(equations), inner, tuple(var in needed for var in jaxpr.invars))

@@ -323,10 +323,10 @@ def saves(policy: Callable[..., object], equation: JaxprEqn) -> bool:
     if primitive.name == _HIGH_LEVEL and primitive_name(equation) == _NAMED:
         # JAX asks its policies about names as in the older layout.
         primitive, params = name_p, {"name": params["_prim"].name}
-    return is_saved(policy(primitive, *[atom.aval for atom in equation.invars], **params))
+    return policy_keeps(policy(primitive, *[atom.aval for atom in equation.invars], **params))
 
 
-def is_saved(decision: object) -> bool:
+def policy_keeps(decision: object) -> bool:
     """Returns whether a rematerialisation policy's answer is to keep a result."""
     return decision is not False and decision is not _RECOMPUTE
 

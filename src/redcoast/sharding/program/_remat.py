@@ -19,8 +19,8 @@ from ...core._control_flow import (
     Scan,
     control_flow,
     inner_jaxprs,
-    is_saved,
     open_jaxpr,
+    policy_keeps,
     saves,
 )
 from ...core._jaxpr import is_inexact, iter_equations, variables
@@ -52,7 +52,7 @@ def gather_of(shape: tuple[int, ...]) -> Computation:
 def keeps_gathers(region: Call) -> bool:
     """Whether the policy of a rematerialised region keeps the arrays that are gathered in it."""
     policy = region.policy
-    return policy is not None and is_saved(policy(_CONSTRAINT, ShapedArray((), jnp.float32)))
+    return policy is not None and policy_keeps(policy(_CONSTRAINT, ShapedArray((), jnp.float32)))
 
 
 def recomputes_little(region: Call) -> bool:

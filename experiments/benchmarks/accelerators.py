@@ -36,6 +36,7 @@ from redcoast.dryrun._job import make_job, plan_job, trace_job
 from redcoast.dryrun._links import axis_bandwidths, slow_axes
 from redcoast.dryrun._step_time import estimate_step_time
 from redcoast.dryrun._target_name import parse_target
+from redcoast.dryrun.hlo import temporary_bytes
 from redcoast.dryrun.hlo._events import Event, Loop, Start, Transfer, read_schedule
 from redcoast.dryrun.hlo._kernels import KernelWork
 
@@ -278,7 +279,7 @@ def compile_lowered(lowered: jax.stages.Lowered, target: str, mesh: jax.sharding
     others, sent = traffic(events)
     return Figures(
         compile_seconds=seconds,
-        temporaries=memory.temp_size_in_bytes,
+        temporaries=temporary_bytes(memory, mesh.devices.flat[0].platform),
         kernels=step.kernels,
         other_bytes=others,
         sent=sent,

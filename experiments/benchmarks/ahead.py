@@ -37,6 +37,7 @@ from traffic.tables import markdown, number
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
+from redcoast.dryrun.hlo import temporary_bytes
 
 SMALL = ("GPT-2", "LLaMA, GQA, scanned", "BERT, dropout", "ViT")
 MESHES = ("1,2,4", "2,2,2", "2,1,4")
@@ -88,10 +89,13 @@ def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
     layout = make(case, mesh)
     if layout is None:
         return None
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    compiled = lower_step(case, mesh, layout).compile(compiler_options=OPTIONS if on_cpu else None)
+    platform = mesh.devices.flat[0].platform
+    options = None
+    if platform == "cpu":
+        options = OPTIONS
+    compiled = lower_step(case, mesh, layout).compile(compiler_options=options)
     sent = count_collectives(compiled.as_text(), mesh)
-    return sent | {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    return sent | {"temporary_bytes": temporary_bytes(compiled.memory_analysis(), platform)}
 
 
 def cells(rows: list[dict[str, Any] | None]) -> list[str]:

@@ -21,6 +21,7 @@ import tyro
 from traffic.targets import Platform, target_devices
 
 from redcoast.core._target import compiling_for, target_of
+from redcoast.dryrun.hlo import temporary_bytes
 from redcoast.models._attention import attend
 from redcoast.models._blockwise import attend_in_blocks
 from redcoast.models._view import View
@@ -57,7 +58,10 @@ def main(
                 compiled = [
                     compile_for(device, function, shapes) for function in (fn, gradients(fn))
                 ]
-            sizes = [program.memory_analysis().temp_size_in_bytes / 2**20 for program in compiled]
+            sizes: list[float] = []
+            for program in compiled:
+                memory = program.memory_analysis()
+                sizes.append(temporary_bytes(memory, device.platform) / 2**20)
             line = f"| {count:,} | {name} | {sizes[0]:,.0f} | {sizes[1]:,.0f} |"
             print(line + (f" {seconds(compiled[1], shapes):.2f} |" if platform == "cpu" else ""))
 

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
-from redcoast.dryrun.hlo import collectives, sent_bytes
+from redcoast.dryrun.hlo import collectives, sent_bytes, temporary_bytes
 
 rc.emulate_devices(8)
 KEY = jr.key(0)
@@ -417,13 +417,14 @@ def compile_step(
     batch = jax.tree.map(lambda x: place(x, batch_sharding or everywhere), example.batch)
     abstract = jax.tree.map(place, arrays, specs), batch
     lowered = jax.jit(step, out_shardings=(everywhere, specs)).lower(*abstract)
-    compiled = lowered.compile(compiler_options=OPTIONS.get(mesh.devices.flat[0].platform))
+    platform = mesh.devices.flat[0].platform
+    compiled = lowered.compile(compiler_options=OPTIONS.get(platform))
     sent = sent_bytes(collectives(compiled.as_text(), mesh)) if mesh.size > 1 else 0
     result = None
     if run:
         placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), example.batch, batch)
         result = jax.device_get(compiled(jax.device_put(arrays, specs), placed))
-    return Step(compiled.memory_analysis().temp_size_in_bytes, sent, result)
+    return Step(temporary_bytes(compiled.memory_analysis(), platform), sent, result)
 
 
 def differences(expected: Any, found: Any) -> tuple[str, str]:

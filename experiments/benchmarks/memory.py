@@ -31,7 +31,7 @@ from traffic.measure import lower_step
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
-from redcoast.dryrun.hlo import collectives, sent_bytes
+from redcoast.dryrun.hlo import collectives, peak_bytes, sent_bytes
 
 MESHES = {
     "data 8": {"data": 8},
@@ -130,15 +130,8 @@ def compile_program(case: Case, mesh: Mesh, plan: Any) -> dict[str, Any]:
         compiled = lowered.compile(compiler_options=OPTIONS.get(platform))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    memory = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    held -= memory.alias_size_in_bytes
-    peak = held + memory.temp_size_in_bytes
-    if platform == "tpu":
-        peak = memory.peak_memory_in_bytes
-    sizes = {"arguments": memory.argument_size_in_bytes, "results": memory.output_size_in_bytes}
-    sizes |= {"temporaries": memory.temp_size_in_bytes, "peak": peak}
-    return sizes | {"sent": sent_bytes(collectives(compiled.as_text(), mesh))}
+    peak = peak_bytes(compiled.memory_analysis(), platform)
+    return {"peak": peak, "sent": sent_bytes(collectives(compiled.as_text(), mesh))}
 
 
 if __name__ == "__main__":

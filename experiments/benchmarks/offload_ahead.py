@@ -27,6 +27,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from redcoast.dryrun.hlo import temporary_bytes
+
 LAYERS, WIDTH, ROWS = 8, 4096, 8192
 TARGETS = "h100:1", "a100-80gb:1", "v5e:1x1"
 MIB = 2**20
@@ -54,14 +56,17 @@ def main(page: Path | None = None, targets: tuple[str, ...] = TARGETS) -> None:
     for target in targets:
         for layers, unroll in (("loop", 1), ("unrolled", LAYERS)):
             for products, policy in (("kept", KEPT), ("offloaded", OFFLOADED)):
-                memory = compiled_memory(target, policy, unroll)
-                sizes = memory.temp_size_in_bytes, memory.host_temp_size_in_bytes
+                sizes = compiled_memory(target, policy, unroll)
                 cells = " | ".join(f"{size / MIB:,.0f}" for size in sizes)
                 table.add(f"| {target} | {layers} | {products} | {cells} |")
     table.write(page, "offload")
 
 
-def compiled_memory(target: str, policy: Callable[..., bool] | None, unroll: int) -> Any:
+def compiled_memory(
+    target: str, policy: Callable[..., bool] | None, unroll: int
+) -> tuple[int, int]:
+    """The bytes of temporaries on the device and on the host."""
+
     def layer(x: Array, w: Array) -> tuple[Array, None]:
         y = checkpoint_name(x @ w, "product")
         return jnp.tanh(y) * x, None
@@ -76,7 +81,8 @@ def compiled_memory(target: str, policy: Callable[..., bool] | None, unroll: int
         weights = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16, sharding=whole)
         x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16, sharding=whole)
         lowered = jax.jit(jax.grad(loss), out_shardings=whole).lower(weights, x)
-    return lowered.compile().memory_analysis()
+    memory: Any = lowered.compile().memory_analysis()
+    return temporary_bytes(memory, place.devices[0].platform), memory.host_temp_size_in_bytes
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from traffic.targets import Platform, target_devices
 import redcoast as rc
 from redcoast import lora, models
 from redcoast.core._target import compiling_for, target_of
+from redcoast.dryrun.hlo import temporary_bytes
 
 SIZES: dict[str, Any] = {"vocab": 32000, "width": 768, "layers": 6, "heads": 12, "hidden": 3072}
 SHAPE = (8, 512)
@@ -90,7 +91,8 @@ def measure(program: Program, mesh: Mesh, dtype: str) -> tuple[str, str, str]:
     compiled = compile_step(program, mesh, dtype)
     costs: Any = compiled.cost_analysis() or {}
     accessed = f"{costs['bytes accessed'] / 1e9:.2f}" if costs else "-"
-    kept = f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:,.0f}"
+    platform = mesh.devices.flat[0].platform
+    kept = f"{temporary_bytes(compiled.memory_analysis(), platform) / 1e6:,.0f}"
     return kept, accessed, str(count_collectives(compiled.as_text(), mesh)["collectives"])
 
 

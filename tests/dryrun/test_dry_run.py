@@ -4,6 +4,7 @@ import functools as ft
 import gc
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -18,9 +19,9 @@ import redcoast as rc
 from redcoast.core._target import target
 from redcoast.dryrun import _devices as devices
 from redcoast.dryrun._changes import can_rematerialise, find_changes, rematerialised
-from redcoast.dryrun._compile_job import Compiled, cause, needed_bytes, tpu_peak
+from redcoast.dryrun._compile_job import Compiled, cause, needed_bytes
 from redcoast.dryrun._job import make_job
-from redcoast.dryrun.hlo import collectives
+from redcoast.dryrun.hlo import collectives, peak_bytes, temporary_bytes
 from redcoast.models import GPT2, GPT2Config
 
 CONFIG = GPT2Config(256, 64, 2, 4, 256, positions=32)
@@ -419,10 +420,29 @@ def test_out_of_memory_messages_of_the_tpu_compiler():
     assert needed_bytes("something else") is None
 
 
-def test_memory_on_the_chip_is_not_memory_of_a_tpu():
-    """Figures of libtpu for TPU v4: a GPT-2 beside copies on the chip, and a pair matrix."""
-    assert tpu_peak(16_965_632 + 16_964_608 + 5_741_568, 76_002_816) == 39_671_808
-    assert tpu_peak(34_619_392 + 1_065_984 + 146_907_136, 170_690_560) == 170_690_560
+@pytest.mark.parametrize(
+    ("sizes", "reported", "peak"),
+    [
+        ((16_965_632, 16_964_608, 5_741_568), 76_002_816, 39_671_808),
+        ((34_619_392, 1_065_984, 146_907_136), 170_690_560, 170_690_560),
+    ],
+    ids=["GPT-2 beside copies on the chip", "pair matrix with fragments"],
+)
+def test_memory_of_a_tpu_is_neither_on_the_chip_nor_counted_twice(sizes, reported, peak):
+    """Figures of libtpu for TPU v4. The optimizer's state of the second is on the host too."""
+    arguments, results, temporaries = sizes
+    on_host = 2**20
+    memory = SimpleNamespace(
+        argument_size_in_bytes=arguments,
+        output_size_in_bytes=results,
+        alias_size_in_bytes=0,
+        temp_size_in_bytes=temporaries,
+        peak_memory_in_bytes=reported + on_host,
+        host_argument_size_in_bytes=on_host,
+    )
+    assert peak_bytes(memory, "tpu") == peak
+    assert temporary_bytes(memory, "tpu") == peak - arguments - results
+    assert temporary_bytes(memory, "cuda") == temporaries
 
 
 @pytest.mark.parametrize(

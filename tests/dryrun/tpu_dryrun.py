@@ -15,10 +15,10 @@ from odd_vocabulary import check_sent, check_tied
 
 import redcoast as rc
 from redcoast import CHIPS
-from redcoast.dryrun._compile_job import peak_bytes
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target
+from redcoast.dryrun.hlo import peak_bytes
 
 SMALLEST = {"v4": "2x2x1", "v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1", "tpu7x": "2x2x1"}
 LARGER = ("v4:2x2x2", "v4:4x4x4", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v5p:2x2x2", "v6e:4x4")

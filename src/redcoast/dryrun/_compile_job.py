@@ -16,7 +16,14 @@ from ..sharding import Plan
 from ._flops import contractions
 from ._job import Job, trace_job
 from ._phases import enter_phase
-from .hlo import Collective, HeldBuffer, collectives, peak_buffers
+from .hlo import (
+    Collective,
+    HeldBuffer,
+    collectives,
+    peak_buffers,
+    peak_bytes,
+    temporary_bytes,
+)
 from .hlo._events import Event, read_schedule
 from .hlo._source_lines import Frame
 
@@ -135,15 +142,14 @@ def compile_job(
             return Compiled(peak, None, None, None, seconds, True, flops, loops)
         seconds = time.perf_counter() - begin
     memory: Any = compiled.memory_analysis()
-    peak = peak_bytes(memory, platform)
     text = compiled.as_text()
     communication = collectives(text, mesh)
     lines: tuple[CompiledLine, ...] = ()
     if with_lines and text is not None:
         lines = _by_line(communication, peak_buffers(text), plan)
     return Compiled(
-        peak=peak,
-        temporaries=max(0, peak - _persistent_bytes(memory)),
+        peak=peak_bytes(memory, platform),
+        temporaries=temporary_bytes(memory, platform),
         moved=memory.argument_size_in_bytes + memory.output_size_in_bytes,
         traffic=_traffic(communication),
         seconds=seconds,
@@ -177,31 +183,6 @@ def _configured(settings: Mapping[str, object]) -> Iterator[None]:
 def show_sizes(sizes: Mapping[str, int]) -> str:
     """The sizes of a mesh, such as `"data=1, fsdp=8, model=8"`."""
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-def peak_bytes(memory: Any, platform: str) -> int:
-    """The peak of each device's memory, from what a compiler says of a program."""
-    allocated = _persistent_bytes(memory) + memory.temp_size_in_bytes
-    if platform != "tpu":
-        return allocated
-    return tpu_peak(allocated, memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes)
-
-
-def _persistent_bytes(memory: Any) -> int:
-    """The bytes of arguments and results. Results overwrite donated arguments."""
-    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    return arguments + results - memory.alias_size_in_bytes
-
-
-def tpu_peak(allocated: int, reported: int) -> int:
-    """The peak of a TPU's memory, from what is allocated and from the compiler's own figure.
-
-    The size of temporaries counts the fragments between them twice, so that `allocated` may be far
-    more than the compiler compares with a device's memory. Its own figure of the peak does not, but
-    includes memory on the chip, such as the 128 MiB of TPU v4 that it copies weights to. For other
-    compilers it excludes temporaries.
-    """
-    return min(allocated, reported)
 
 
 def needed_bytes(message: str) -> int | None:

@@ -139,6 +139,12 @@ def depthwise(model, x, key):
     return jnp.mean(jnp.tanh(x) ** 2)
 
 
+def triangle(model, x, key):
+    """A product of one example with itself, of which each device gathers one operand."""
+    product = jnp.einsum("bikc,bjkc->bijc", x @ model["left"], x @ model["right"])
+    return jnp.mean((product @ model["out"]) ** 2)
+
+
 SQUARE = dict.fromkeys(("left", "right", "gate", "out"), array(16, 16))
 PAIR = [SQUARE | {"up": array(16, 64), "down": array(64, 16)}] * 2
 HEADS = [dict.fromkeys("qkv", array(64, 4, 16)) | {"o": array(4, 16, 64)}] * 2
@@ -163,6 +169,13 @@ CASES = {
     "local steps": (local_steps, array(64, 512), array(8, 32, 64), {}),
     "averaged, FSDP": (averaged, array(256, 512), array(8, 32, 256), {"data": 1, "fsdp": 8}),
     "adapted": (adapted, [array(256, 512), array(512, 256)], array(8, 4, 256), {}),
+    "adapted, tensor-parallel": (
+        adapted,
+        [array(256, 512), array(512, 256)],
+        array(16, 4, 256),
+        {"data": 2, "model": 4},
+    ),
+    "triangle": (triangle, SQUARE, array(1, 64, 64, 16), {"data": 2, "model": 4}),
     "depthwise": (depthwise, array(7, 7, 1, 64), array(16, 8, 8, 64), {}),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
 }

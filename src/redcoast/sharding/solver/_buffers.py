@@ -98,8 +98,11 @@ Roots = tuple[Buffer, ...]
 
 
 def union(several: Iterable[Roots]) -> Roots:
-    """All buffers, each once, in their order."""
-    return tuple(dict.fromkeys(chain.from_iterable(several)))
+    """All buffers, each once, in their order. Of one value alone, these are its own roots."""
+    values = list(filter(None, several))
+    if len(values) == 1:
+        return values[0]
+    return tuple(dict.fromkeys(chain.from_iterable(values)))
 
 
 def is_stored(roots: Roots) -> bool:
@@ -196,10 +199,9 @@ class Timeline:
 
     def computed(self, roots: Roots) -> Roots:
         """The roots of a new value that is computed from some buffers."""
-        if len(roots) != 1 or is_stored(roots):
+        if not roots or is_stored(roots):
             return roots
-        (root,) = roots
-        other = (root,)  # another object than the roots of the operand
+        other = (*roots,)  # another object than the roots of the operand
         self.others[id(other)] = other
         return other
 
@@ -209,7 +211,7 @@ class Timeline:
         It takes memory if it is read later.
         """
         size = self.size_of(value)
-        if self._is_one_buffer(roots, size):
+        if self.is_one_buffer(roots, size):
             return roots
         buffer = self.write(size, source)
         buffer.born = buffer.last = begin
@@ -230,7 +232,7 @@ class Timeline:
             gathered.parameter, gathered.reread = root.parameter, True
             gathered.stored_in, gathered.is_layer = root, root.is_layer
             return (gathered,)
-        if self._is_one_buffer(roots, size):
+        if self.is_one_buffer(roots, size):
             return roots
         buffer = self.fuse(roots, value, source)
         # What is computed from arguments alone can be computed again.
@@ -238,7 +240,7 @@ class Timeline:
         buffer.parameter = parameter_of(roots)
         return (buffer,)
 
-    def _is_one_buffer(self, roots: Roots, size: int | float) -> bool:
+    def is_one_buffer(self, roots: Roots, size: int | float) -> bool:
         """Whether a value of so many bytes is what one buffer contains."""
         return len(roots) == 1 and id(roots) not in self.others and roots[0].size == size
 

@@ -18,7 +18,7 @@ from ..tree._overrides import axes_of_spec, spec_axes, spec_parts
 from ._buffers import ModelArray, WrittenBytes
 from ._memory_access import padding
 from ._peak import find_peak
-from ._planned_collectives import cast_share
+from ._planned_collectives import cast_share, parts_together
 from ._strategy import Decision
 
 _FLOAT32 = 4  # bytes
@@ -176,6 +176,7 @@ class StorageLayout:
             compiler=compiler,
             trains=program.traced.trains,
             gathered_size_of=partial(size_of, of_product=True),
+            together=parts_together(program.graph, decision.batch),
             keeps_gradients=self.accumulate == 1,
         )
         if self.accumulate > 1:

@@ -1,7 +1,7 @@
 """The buffers that single operations and their derivatives read and write."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
@@ -12,7 +12,7 @@ from ...core._control_flow import primitive_name
 from ...core._jaxpr import variables
 from ..operations import Atom, fixed_operands, is_linear
 from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
-from ..program._graph import Value
+from ..program._graph import SourcePath, Value, path_of
 from ..program._remat import Region, find_needed
 from ._buffers import Buffer, Roots, Timeline, argument, is_stored, parameter_of, union
 from ._memory_access import (
@@ -24,7 +24,11 @@ from ._memory_access import (
     squares,
 )
 from ._peak_frames import Cotangent, PeakStep
+from ._planned_collectives import PartsTogether
 from ._residuals import Residuals, residuals_in
+
+# The cotangents of their operands are that of the result, in another shape at most.
+_SAME_COTANGENT = VIEWS | {"add", "add_any", "convert_element_type", "transpose"}
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,14 @@ class OperationBuffers:
     """Runs operations and their derivatives on buffers.
 
     With `stacks`, they are of an iteration of a loop, which stacks what JAX keeps for derivatives.
-    Values that only these `constant` buffers decide are the same in all iterations. With
+    Values that only these `constant` buffers decide are the same in all iterations. `together` are
+    products that read or write parts of split examples of several devices. With
     `gathers_again`, a policy gathers weights again for the derivative of an iteration, and computes
     again what small rematerialised regions return.
     """
 
     time: Timeline
+    together: Mapping[SourcePath, PartsTogether]
     stacks: bool = False
     constant: frozenset[Buffer] = frozenset()
     gathers_again: bool = False
@@ -65,14 +71,18 @@ class OperationBuffers:
     def _run_large(self, step: PeakStep) -> None:
         frame, equation = step.frame, step.equation
         operands = [self._operand(step, atom) for atom in equation.invars]
-        narrow = self._reads_narrow(equation)
-        self.time.read(union(operands), narrow=narrow)
+        narrow, together = self._reads_narrow(equation), self._together(step)
+        parts = self._gather_parts(step, together)
+        self.time.read(union((*operands, *parts)), narrow=narrow)
         for place in copied_operands(step.rule):
             atom = equation.invars[place]
             if not isinstance(atom, Literal):
                 copy = self.time.fuse(operands[place], step.value(atom), step.source)
                 frame.roots[atom] = (copy,)
                 self.time.read(frame.roots[atom], narrow=narrow)
+        if together.of_result > 1:
+            size = self.time.size_of(step.value(equation.outvars[0]))
+            self._sum_parts(step, together.of_result * size)
         self.write_results(step)
         if not is_product_or_convolution(equation):
             return
@@ -130,6 +140,28 @@ class OperationBuffers:
             gathered[atom] = self._gather(step, roots, size)
         return gathered[atom]
 
+    def _together(self, step: PeakStep) -> PartsTogether:
+        return self.together.get(path_of(step.source), PartsTogether())
+
+    def _gather_parts(self, step: PeakStep, together: PartsTogether) -> list[Roots]:
+        """Gathers operands of a product of split examples from several devices."""
+        gathered: list[Roots] = []
+        for place, count in together.of_operands.items():
+            atom = step.equation.invars[place]
+            size = count * self.time.size_of(step.value(atom))
+            gathered.append(self._gather(step, step.frame.of(atom), size))
+        return gathered
+
+    def _sum_parts(self, step: PeakStep, size: int | float) -> None:
+        """Writes a sum of parts as a whole, of which each device gets a part afterwards."""
+        terms = self.time.write(size, step.source)
+        self.time.now += 1
+        self.time.read((terms,))
+        if self.time.compiler == "cpu":
+            # Without a reduce-scatter, the sum is there as a whole too.
+            self.time.write(size, step.source)
+            self.time.now += 1
+
     def _whole_size(self, value: Value) -> int | float | None:
         """The bytes of a value that products read and write as a whole, and that has parts of the
         sequence otherwise; None of another one."""
@@ -163,19 +195,26 @@ class OperationBuffers:
         read: list[Roots] = []
         for size in residuals.sizes(scope, self.time.size_of):
             read.append((self._write_stacked(step, size),))
+        together = self._together(step)
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is None:
                 continue
             if step.uses_memory:
                 roots = self.one_buffer(step, var, roots)
             read.append(roots)
+            if together.of_result > 1:
+                size = together.of_result * self.time.size_of(step.value(var))
+                read.append(self._gather(step, roots, size))
             size = self._whole_size(step.value(var))
             if size is not None and is_product_or_convolution(equation):
                 read.append(self._gather(step, roots, size))
         for atom in residuals.atoms:
             read.append(self._kept(step, atom))
+        read += self._gather_parts(step, together)
         # A broadcast array has a sum as its cotangent.
         is_written = step.uses_memory or primitive_name(equation) == "broadcast_in_dim"
+        # Others compute a cotangent of the same size that is another value.
+        is_same = primitive_name(equation) in _SAME_COTANGENT
         grads: list[Cotangent] = []
         self.time.now += 1
         for place, (atom, varies) in enumerate(zip(equation.invars, varied, strict=True)):
@@ -184,6 +223,9 @@ class OperationBuffers:
                 grads.append(None)
             elif is_written and (is_parameter or not has_outer_gradient(step.rule, place)):
                 self.time.read(union(read), narrow=self._reads_narrow(equation))
+                if place in together.of_operands:
+                    size = self.time.size_of(step.value(atom))
+                    self._sum_parts(step, together.of_operands[place] * size)
                 grads.append(self.write_gradient(step, atom))
                 groups = equation.params.get("feature_group_count", 1)
                 if groups > 1 and place == 1 and self.time.compiler == "cpu":
@@ -191,8 +233,10 @@ class OperationBuffers:
                     # groups of results, and selects those that are asked for from a copy.
                     size = groups * self.time.size_of(step.value(atom))
                     self.time.write(2 * size, step.source)
-            else:
+            elif is_same:
                 grads.append(union(read))
+            else:
+                grads.append(self.time.computed(union(read)))
         return grads
 
     def _residuals(self, step: PeakStep, varied: Sequence[bool]) -> Residuals:
@@ -265,9 +309,14 @@ class OperationBuffers:
 
     def one_buffer(self, step: PeakStep, var: Atom, roots: Roots) -> Roots:
         """Writes a cotangent, unless it is one buffer already."""
-        if len(roots) == 1 and roots[0].bytes == self.time.size_of(step.value(var)):
+        if self.time.is_one_buffer(roots, self.time.size_of(step.value(var))):
             return roots
-        return (self.time.fuse(roots, step.value(var), step.source),)
+        # XLA computes gradients last: what one has read is not written over.
+        is_read = len(roots) == 1 and roots[0].last > roots[0].born
+        buffer = self.time.fuse(roots, step.value(var), step.source)
+        if is_read:
+            self.time.read(roots)
+        return (buffer,)
 
     def add(self, step: PeakStep, atom: Atom, later: Roots, roots: Roots) -> Roots:
         """Adds two cotangents of a value, of which one is that of all its later uses."""

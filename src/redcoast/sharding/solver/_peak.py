@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from ...core._control_flow import Call, CallKind, Cond, Scan, While
 from ...core._jaxpr import variables
 from ..operations import Atom
-from ..program._graph import Value
+from ..program._graph import SourcePath, Value
 from ..program._remat import KeepAllBut, Region, find_needed, recomputes_little
 from ..program._walk import Scope
 from ._buffers import (
@@ -34,6 +34,7 @@ from ._buffers import (
 )
 from ._operation_buffers import OperationBuffers
 from ._peak_frames import Cotangent, IterationPeaks, PeakFrame, PeakStep
+from ._planned_collectives import PartsTogether
 
 
 def find_peak(
@@ -44,6 +45,7 @@ def find_peak(
     compiler: str,
     trains: bool,
     gathered_size_of: Callable[[Value], int | float],
+    together: Mapping[SourcePath, PartsTogether],
     keeps_gradients: bool = True,
 ) -> Peak:
     """The peak of a program and, if it is a loss, of its derivative.
@@ -53,10 +55,11 @@ def find_peak(
     - `trains`: whether the first result is differentiated.
     - `gathered_size_of`: the bytes of a value on each device while a product reads or writes it;
         with sequence parallelism, more than `size_of`.
+    - `together`: the products that read or write parts of other devices, by their places.
     - `keeps_gradients`: whether the gradients are results. Otherwise, each is added to a sum.
     """
     time = Timeline(size_of, compiler, gathered_size_of, keeps_gradients)
-    run = _Run(OperationBuffers(time))
+    run = _Run(OperationBuffers(time, together))
     frame = PeakFrame(scope, ())
     frame.add_arguments(scope.jaxpr.invars, size_of)
     for var, parameter in zip(scope.jaxpr.invars, parameters, strict=False):
@@ -249,7 +252,8 @@ class _Run:
             part.is_layer = casts
             slices.append((part,))
         self.time.read(union(operands))
-        body = _run_body(PeakFrame(scope, step.source), scan, slices, self.time.empty())
+        inside = PeakFrame(scope, step.source)
+        body = _run_body(inside, scan, slices, self.time.empty(), self.operations.together)
         if casts:
             # The derivative reads the same copies, in bfloat16.
             copies: list[Buffer] = []
@@ -289,7 +293,8 @@ class _Run:
         self.time.read(union(operands))
         peak = Peak()
         for scope in step.inner:
-            run, inside = _Run(OperationBuffers(self.time.empty())), PeakFrame(scope, step.source)
+            run = _Run(replace(self.operations, time=self.time.empty()))
+            inside = PeakFrame(scope, step.source)
             inside.add_arguments(scope.jaxpr.invars, self.time.size_of)
             run.forward(inside)
             run.time.read(inside.of_all(scope.jaxpr.outvars))
@@ -323,7 +328,11 @@ class _Run:
 
 
 def _run_body(
-    frame: PeakFrame, scan: Scan, slices: Sequence[Roots], time: Timeline
+    frame: PeakFrame,
+    scan: Scan,
+    slices: Sequence[Roots],
+    time: Timeline,
+    together: Mapping[SourcePath, PartsTogether],
 ) -> IterationPeaks:
     """Runs the body of a scan once, forward and backward."""
     jaxpr, values = frame.scope.jaxpr, frame.scope.values
@@ -332,7 +341,7 @@ def _run_body(
     constant = frozenset(frame.of_all(consts))
     stacks = scan.unroll < scan.length
     gathers_again = stacks and any(map(is_stored, slices))
-    run = _Run(OperationBuffers(time, stacks, constant, gathers_again))
+    run = _Run(OperationBuffers(time, together, stacks, constant, gathers_again))
     frame.roots.update(zip(xs, slices, strict=True))
     carried: list[Buffer] = []
     for var in carry:

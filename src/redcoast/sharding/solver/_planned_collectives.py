@@ -1,7 +1,7 @@
 """What devices send to each other in a step, and why: one list for the solver and the report."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -84,6 +84,19 @@ class _Product:
     nodes: tuple[int, int]
     sums_parts: bool
     gathered: tuple[int, ...]
+    splits_result: bool
+
+
+@dataclass(frozen=True)
+class PartsTogether:
+    """How many parts of split examples a product reads and writes.
+
+    `of_operands` has those of the operands that each device gathers, by their places. Of the
+    result, each device has terms of so many parts.
+    """
+
+    of_operands: Mapping[int, int] = field(default_factory=dict)
+    of_result: int = 1
 
 
 def of_model(
@@ -124,6 +137,22 @@ def of_batch(
 ) -> Iterator[PlannedCollective]:
     """What is sent if the batch is sharded. A gradient is stored in `gradient_shards`."""
     return _OverBatch(graph, batch, gradient_shards, hardware).collectives()
+
+
+def parts_together(graph: Graph, batch: BatchDims) -> dict[SourcePath, PartsTogether]:
+    """The products of split examples that read or write more than a device's part of an array."""
+    together: dict[SourcePath, PartsTogether] = {}
+    for product in _products_of_parts(graph, batch).values():
+        path, count = path_of(product.work.source), product.split.count
+        # An array may be split along two dimensions.
+        before = together.get(path, PartsTogether())
+        of_operands, of_result = dict(before.of_operands), before.of_result
+        for side in product.gathered:
+            of_operands[side] = count * of_operands.get(side, 1)
+        if product.sums_parts and product.splits_result:
+            of_result *= count
+        together[path] = PartsTogether(of_operands, of_result)
+    return together
 
 
 @dataclass(frozen=True)
@@ -237,19 +266,11 @@ class _OverBatch:
         other = interpolation.dim  # along which the example is split too
         if not summed.backward:
             other = interpolation.targets[other]
-        size = self._interpolation_halo(equation, split)
+        size = _interpolation_halo(self.graph, equation, split)
         if size is None or not split.has(dims[other]):
             return None
         _, others = self.batch.around(summed.node, (*summed.rows, *dims))
         return size * summed.times / others
-
-    def _interpolation_halo(self, equation: JaxprEqn, split: SplitNodes) -> int | float | None:
-        """Bytes of the halos of an interpolation along a split dimension; None of others."""
-        interpolation = self.graph.interpolation(equation)
-        halo = interpolation and interpolation.halo(split.count)
-        if interpolation is None or halo is None:
-            return None
-        return atom_bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
 
     def _looks_up_other_rows(self, summed: PartialSum) -> bool:
         """Whether devices look up other rows of the batch, as those of nodes at edges of a graph.
@@ -282,36 +303,7 @@ class _OverBatch:
 
     @cached_property
     def _products(self) -> dict[SourcePath, _Product]:
-        """The products of split examples with each other."""
-        products: dict[SourcePath, _Product] = {}
-        if not self.batch.splits_examples:
-            return products
-        for work in self.graph.works:
-            equation = work.source[-1]
-            rule = self.graph.rule_at(work.source)
-            interpolation = self.graph.interpolation(equation)
-            if not rule.is_product or not work.forward:
-                continue
-            for split in self.batch.sets:
-                first, second = (_first_in(split, dims) for dims in work.of)
-                if first is None or second is None:
-                    continue
-                halo = self._interpolation_halo(equation, split)
-                if interpolation is not None and halo is not None:
-                    target = work.own[interpolation.targets[interpolation.dim]]
-                    # With a constant matrix, of which an element depends on its neighbours.
-                    if split.has(target):
-                        continue
-                kept: Dimension | None = None
-                of_result = _first_in(split, work.own[: len(rule.results[0])])
-                if of_result is not None:
-                    kept = rule.results[0][of_result]
-                dimensions = rule.operands[0][first], rule.operands[1][second]
-                sums_parts, gathered = rule.split_product(dimensions, kept)
-                nodes = work.of[0][first], work.of[1][second]
-                product = _Product(work, split, nodes, sums_parts, tuple(gathered))
-                products[id(split), *path_of(work.source)] = product
-        return products
+        return _products_of_parts(self.graph, self.batch)
 
     def _product_of(self, node: int, source: Source) -> _Product | None:
         """The product that an operation is, split along a node."""
@@ -382,6 +374,48 @@ class _OverBatch:
             sent = 2 * work.times * all_gather(devices, size) / devices
             yield PlannedCollective("turned", sent, work.dims, work.source)
             return
+
+
+def _products_of_parts(graph: Graph, batch: BatchDims) -> dict[SourcePath, _Product]:
+    """The products of split examples with each other, by how the examples are split too."""
+    products: dict[SourcePath, _Product] = {}
+    if not batch.splits_examples:
+        return products
+    for work in graph.works:
+        equation = work.source[-1]
+        rule = graph.rule_at(work.source)
+        interpolation = graph.interpolation(equation)
+        if not rule.is_product or not work.forward:
+            continue
+        for split in batch.sets:
+            first, second = (_first_in(split, dims) for dims in work.of)
+            if first is None or second is None:
+                continue
+            halo = _interpolation_halo(graph, equation, split)
+            if interpolation is not None and halo is not None:
+                target = work.own[interpolation.targets[interpolation.dim]]
+                # With a constant matrix, of which an element depends on its neighbours.
+                if split.has(target):
+                    continue
+            kept: Dimension | None = None
+            of_result = _first_in(split, work.own[: len(rule.results[0])])
+            if of_result is not None:
+                kept = rule.results[0][of_result]
+            dimensions = rule.operands[0][first], rule.operands[1][second]
+            sums_parts, gathered = rule.split_product(dimensions, kept)
+            nodes = work.of[0][first], work.of[1][second]
+            product = _Product(work, split, nodes, sums_parts, tuple(gathered), kept is not None)
+            products[id(split), *path_of(work.source)] = product
+    return products
+
+
+def _interpolation_halo(graph: Graph, equation: JaxprEqn, split: SplitNodes) -> int | float | None:
+    """Bytes of the halos of an interpolation along a split dimension; None of others."""
+    interpolation = graph.interpolation(equation)
+    halo = interpolation and interpolation.halo(split.count)
+    if interpolation is None or halo is None:
+        return None
+    return atom_bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
 
 
 def _first_in(split: SplitNodes, dims: Dims) -> int | None:

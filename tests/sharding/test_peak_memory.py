@@ -139,6 +139,20 @@ def depthwise(model, x, key):
     return jnp.mean(jnp.tanh(x) ** 2)
 
 
+def gates(model, x, key):
+    """A GRU, whose gates are cut out of two products, which are tensor-parallel."""
+
+    def step(h, x):
+        (r, z, n), (r2, z2, n2) = (jnp.split(y, 3, -1) for y in (x, h @ model["h"]))
+        r, z = jax.nn.sigmoid(r + r2), jax.nn.sigmoid(z + z2)
+        h = (1 - z) * jnp.tanh(n + r * n2) + z * h
+        return h, h
+
+    start = jnp.zeros((x.shape[0], model["h"].shape[0]))
+    _, hs = jax.lax.scan(step, start, jnp.swapaxes(x @ model["in"], 0, 1))
+    return jnp.mean(hs**2)
+
+
 def triangle(model, x, key):
     """A product of one example with itself, of which each device gathers one operand."""
     product = jnp.einsum("bikc,bjkc->bijc", x @ model["left"], x @ model["right"])
@@ -175,6 +189,12 @@ CASES = {
         array(16, 4, 256),
         {"data": 2, "model": 4},
     ),
+    "gates": (
+        gates,
+        {"in": array(64, 192), "h": array(64, 192)},
+        array(16, 16, 64),
+        {"data": 2, "model": 4},
+    ),
     "triangle": (triangle, SQUARE, array(1, 64, 64, 16), {"data": 2, "model": 4}),
     "depthwise": (depthwise, array(7, 7, 1, 64), array(16, 8, 8, 64), {}),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
@@ -198,6 +218,24 @@ def test_the_peak_is_that_of_the_compiled_program(name):
     assert memory is not None
     real = sum(getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
     assert plan.report.program.memory.total == pytest.approx(real, rel=0.25)
+
+
+def test_gates_are_gathered_once_in_each_iteration():
+    """Those of the input and of the state, whose cotangent is summed; all of it as planned."""
+    fn, model, batch, sizes = CASES["gates"]
+    mesh = rc.make_mesh(**sizes)
+    plan = rc.plan_shardings(model, mesh, fn=fn, args=(batch, None))
+    assert plan.shardings["h"].spec == P(None, "model")
+    step = jax.jit(
+        jax.value_and_grad(plan.constrain(fn)),
+        in_shardings=(plan.shardings, NamedSharding(mesh, P(("data", "fsdp"))), None),
+        out_shardings=(None, plan.shardings),
+    )
+    of_program = collectives(step.lower(model, batch, None).compile().as_text(), mesh)
+    steps = batch.shape[1]
+    assert sum(each.count for each in of_program) == 3 * steps + 1  # and the gradients together
+    planned = sum(traffic.bytes for traffic in plan.report.program.traffic)
+    assert planned == pytest.approx(sent_bytes(of_program), rel=0.01)
 
 
 def decoder(model, x, key):

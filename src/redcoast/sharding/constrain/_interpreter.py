@@ -115,6 +115,8 @@ def run_constrained(
                     operands[place] = shardings.constrain_operand(operands[place], value)
         if name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
+        if name == "split":
+            operands = _keep_split(equation, scope, shardings, operands)
         if isinstance(flow, Call) and inner:
             arrays.add_returned(equation, inner[0])
         bound = BoundEquation(
@@ -157,6 +159,20 @@ def _keep_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands
     if not is_split or any(map(shardings.is_parallel, parts)):
         return operands
     return list(map(shardings.constrain, operands, parts))
+
+
+def _keep_split(equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Arrays) -> Arrays:
+    """Gathers an array once that is split into several whole ones, such as the gates of an LSTM.
+
+    Without constraints, XLA splits each of these over the same devices again, and each device sends
+    its part of every one to the others.
+    """
+    (operand,) = values_of(scope, equation.invars)
+    parts = values_of(scope, equation.outvars)
+    if not shardings.is_parallel(operand) or any(map(shardings.is_parallel, parts)):
+        return operands
+    whole = shardings.spec(operand, frozenset())
+    return [shardings.with_spec(operands[0], whole)]
 
 
 def _run(bound: BoundEquation, flow: ControlFlow | None, copies: dict[Atom, jax.Array]) -> Arrays:

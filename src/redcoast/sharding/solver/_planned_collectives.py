@@ -118,17 +118,23 @@ def of_model(
             )
     for cut in graph.reshards:
         dims = (*cut.rows, *cut.result.dims)
-        ends: list[tuple[int, int]] = []  # the classes that end at the cut, and bytes of the array
+        # The classes that end at the cut, and the bytes that are gathered: compilers gather the
+        # array and its cotangent on either side.
+        ends: list[tuple[int, int | float]] = []
         for node, value in ((cut.before, cut.operand), (cut.after, cut.result)):
-            if node is not None and classes.divides(node):
-                ends.append((classes[node], value.bytes))
+            if node is None or not classes.divides(node):
+                continue
+            times = cut.times + cut.backward
+            if node == cut.before and primitive_name(cut.source[-1]) == "split":
+                # An array is gathered before it is split into whole ones. Each device has all of
+                # its cotangent then.
+                times = cut.times
+            ends.append((classes[node], value.bytes * times))
         # A class that goes on after the cut, in another order, stays sharded.
         if len(ends) == 2 and ends[0][0] == ends[1][0]:
             continue
-        # Compilers gather the array and its cotangent on either side.
-        gathers = (cut.times + cut.backward) / batch.parts(dims)
         for root, size in ends:
-            sent = all_gather(n, size * gathers)
+            sent = all_gather(n, size / batch.parts(dims))
             yield PlannedCollective("gathered", sent, dims, cut.source, root=root)
 
 

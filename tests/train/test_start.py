@@ -49,6 +49,30 @@ def test_a_loop_begins_with_a_function_a_model_or_a_state(mesh):
         begin(rc.init_state(mine, OPTIMIZER, key=KEY), key=KEY)
 
 
+class MadeOfKey(eqx.Module):
+    """A model whose class is a function of a key."""
+
+    weight: jax.Array
+
+    def __init__(self, key):
+        self.weight = jax.random.normal(key, (4, 4))
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("init_fn", [MadeOfKey, jax.jit(MadeOfKey), eqx.filter_jit(MadeOfKey)])
+def test_a_class_and_a_jitted_function_create_models(init_fn):
+    state, _, _ = rc.prepare(init_fn, OPTIMIZER, loss_fn, BATCH, key=KEY)
+    same = rc.init_state(lambda key: MadeOfKey(key), OPTIMIZER, key=KEY)
+    np.testing.assert_allclose(state.model.weight, same.model.weight, rtol=1e-6)
+
+
+def test_a_jitted_model_is_still_a_model():
+    state, _, _ = rc.prepare(eqx.filter_jit(model()), OPTIMIZER, loss_fn, BATCH, key=KEY)
+    assert [x.shape for x in jax.tree.leaves(eqx.filter(state.model, eqx.is_array))] == [(4, 4)]
+
+
 def test_a_state_of_a_model_is_created_sharded():
     mine, mesh = model(), rc.make_mesh(fsdp=4)
     create = lambda **options: rc.init_state(mine, OPTIMIZER, key=KEY, **options)

@@ -24,7 +24,8 @@ def refuse_untrainable(model: PyTree) -> None:
     if isinstance(model, type):
         raise TypeError(
             f"The model is the class {model.__name__}. Pass an instance of it, such as "
-            f"`{model.__name__}(..., key=key)`."
+            f"`{model.__name__}(..., key=key)`, or a function that creates one, "
+            f"`lambda key: {model.__name__}(..., key=key)`."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = type(leaf).__name__

@@ -127,8 +127,22 @@ def _warn_of_parameters(model: PyTree, trainable: PyTree) -> None:
         )
 
 
-def is_init_fn(model: object) -> bool:
+def is_init_fn(model: Any) -> bool:
     """Whether a model is passed as a function of a key, and not as a callable module."""
+    # As below `jax.jit` and `eqx.filter_jit`.
+    model = inspect.unwrap(model)
+    if isinstance(model, type):
+        # `eqx.nn.MLP` needs sizes, but a user's own class may need a key only.
+        return takes_one_argument(model)
     # Modules are callable too, and so are the partial functions of JAX that hold arrays.
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))
+
+
+def takes_one_argument(model: Callable[..., PyTree]) -> bool:
+    """Whether a function or a class can be called with one positional argument, such as a key."""
+    try:
+        inspect.signature(model).bind(None)
+    except (TypeError, ValueError):  # a ValueError where a class of C has no signature
+        return False
+    return True

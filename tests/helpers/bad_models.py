@@ -31,7 +31,7 @@ ROWS = {
         (lambda d: rc.Checkpoints(d, mode="best"), ValueError, "mode` is 'best'"),
         (lambda d: rc.Checkpoints(3), TypeError, "directory"),
         (lambda d: rc.Checkpoints(d, mode=np.ones(2)), TypeError, "mode` is of type ndarray"),
-        (lambda d: rc.Checkpoints(d, every=deleted()), TypeError, "every` is of type ArrayImpl"),
+        (lambda d: rc.Checkpoints(d, every=deleted()), TypeError, "every` is of type jax.Array"),
         (lambda d: rc.Checkpoints(d, best=3), TypeError, "best` is 3"),
         (lambda d: rc.Checkpoints(d, resume="no"), TypeError, "resume` is 'no'"),
     ],

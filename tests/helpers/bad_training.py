@@ -381,7 +381,7 @@ ROWS = {
         (lambda d: fit(overrides=[7]), ValueError, "The override 7 is not a pair"),
         (lambda d: fit(memory=np.ones(2)), TypeError, "`memory` is of type ndarray"),
         (lambda d: fit(plan=np.ones(2)), TypeError, "`plan` is of type ndarray"),
-        (lambda d: fit(mesh=deleted()), TypeError, "`mesh` is of type ArrayImpl"),
+        (lambda d: fit(mesh=deleted()), TypeError, "`mesh` is of type jax.Array"),
         (
             lambda d: fit(evaluation=rc.Evaluation([])),
             ValueError,

@@ -323,6 +323,16 @@ ROWS = {
         ValueError,
         r"a loss of shape \(8,\).*`jnp\.mean\(loss\)`",
     ),
+    "metrics that are an array": (
+        lambda d: fit(lambda m, b, k: (good(m, b, k), jnp.mean(b["x"]))),
+        TypeError,
+        r"The second value that `loss_fn` returned is of type jax\.Array\. It must be a dict",
+    ),
+    "a third value that is no model": (
+        lambda d: fit(lambda m, b, k: (good(m, b, k), {}, jnp.mean(b["x"]))),
+        ValueError,
+        r"If `loss_fn` returns three values, they are the loss, a dict of metrics, and the model",
+    ),
     "a loss without a key": (
         lambda d: fit(lambda model, batch: good(model, batch, None)),
         TypeError,

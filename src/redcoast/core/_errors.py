@@ -122,12 +122,19 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 def wrong_type(name: str, value: object, words: str) -> TypeError:
     # The `repr` of an array or an object could be longer than the sentence, or fail.
-    shown = f"of type {type(value).__name__}"
+    shown = f"of type {type_name(value)}"
     if value is None or isinstance(value, int | float | str):
         text = repr(value)
         if len(text) < 50:
             shown = text
     return TypeError(f"`{name}` is {shown}. It must be {words}.")
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, as users know it: arrays of JAX have private classes."""
+    if isinstance(value, jax.Array):
+        return "jax.Array"
+    return type(value).__name__
 
 
 def several(names: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
+from ..core._errors import type_name
 from ..core._pytree import layer_states, show_path
 from ..core._user_functions import calling
 from ..data._per_batch import without_marks
@@ -170,7 +171,7 @@ def _check_aux(aux: object, model: PyTree) -> None:
         if type(aux) is type(model) and not layer_states(model):
             hint = " If it is the gradient, pass the loss itself: redcoast differentiates it."
         raise TypeError(
-            f"The second value that `loss_fn` returned is of type {type(aux).__name__}. It must "
+            f"The second value that `loss_fn` returned is of type {type_name(aux)}. It must "
             f"be a dict of scalar metrics.{hint}"
         )
     for name, value in aux.items():
@@ -211,7 +212,10 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
     """Casts the model that `loss_fn` returned to the dtypes of the stored model."""
     old_structure, new_structure = jax.tree.structure(model), jax.tree.structure(new_model)
     if old_structure != new_structure:
-        hint = ""
+        hint = (
+            " If `loss_fn` returns three values, they are the loss, a dict of metrics, and the "
+            "model with its new arrays."
+        )
         if layer_states(model):
             hint = f" {how_to_return(model)}"
         raise ValueError(

@@ -133,13 +133,13 @@ def is_init_fn(model: Any) -> bool:
     model = inspect.unwrap(model)
     if isinstance(model, type):
         # `eqx.nn.MLP` needs sizes, but a user's own class may need a key only.
-        return takes_one_argument(model)
+        return _takes_one_argument(model)
     # Modules are callable too, and so are the partial functions of JAX that hold arrays.
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))
 
 
-def takes_one_argument(model: Callable[..., PyTree]) -> bool:
+def _takes_one_argument(model: Callable[..., PyTree]) -> bool:
     """Whether a function or a class can be called with one positional argument, such as a key."""
     try:
         inspect.signature(model).bind(None)

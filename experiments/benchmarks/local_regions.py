@@ -1,16 +1,16 @@
 """Collectives of programs whose examples are independent of each other, and the time of a step.
 
     pip install -e ".[experiments]" blackjax diffrax lineax optimistix
-    python experiments/benchmarks/local_regions.py --save before.json  # an earlier version
-    python experiments/benchmarks/local_regions.py --before before.json
+    python experiments/benchmarks/local_regions.py --page docs/measured/local_regions.md
 
-Each program computes a loss and its gradients on eight emulated devices. `plan` is redcoast's plan
-and its constrained loss, `before` the same of an earlier version, and `by hand` is `jax.shard_map`
-around the loss and its gradients, with one mean at the end; some derivative rules cannot be traced
-inside of it. Collectives in loops are those of the compiled program's loops, counted once. Bytes
-are those of the results of all collectives, loops counted once. Times are medians, divided by that
-of one device with the whole batch; they say how long devices wait for each other on a machine with
-few cores, and not how fast eight devices are.
+Each program computes a loss and its gradients on eight emulated devices. `jit` is `jax.jit` with
+replicated parameters and a batch that is split, `plan` is redcoast's plan and its constrained loss,
+and `by hand` is `jax.shard_map` around the loss and its gradients, with one mean at the end; some
+derivative rules cannot be traced inside of it. Collectives in loops are those of the compiled
+program's loops, counted once. Bytes are those of the results of all collectives, loops counted
+once. Times are divided by that of one device with the whole batch, which takes turns with the
+program, and are medians of these ratios; they say how long devices wait for each other on a machine
+with few cores, and not how fast eight devices are.
 
 With `--fsdp`, parameters are FSDP-sharded and there is no program by hand, which replicates them.
 With `--alone`, the loss is computed without its gradients, as in an evaluation. With
@@ -19,14 +19,14 @@ With `--alone`, the loss is computed without its gradients, as in an evaluation.
 
 # pyright: reportMissingImports=false, reportOptionalSubscript=false, reportCallIssue=false
 
-import json
+import functools as ft
 import os
 import re
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -351,8 +351,6 @@ def main(
     model: int = 1,
     platform: Platform = "cpu",
     turns: int = 9,
-    save: Path | None = None,
-    before: Path | None = None,
     page: Path | None = None,
     alone: bool = False,
 ) -> None:
@@ -365,37 +363,24 @@ def main(
         model: The size of the mesh's axis `model`.
         platform: The devices to compile for. Only programs for the CPU run.
         turns: The number of timed steps; with 0, programs are compiled and do not run.
-        save: Where to save the figures, to compare another version with.
-        before: The figures of an earlier version.
         page: A page of `docs/measured/` to write the table into.
         alone: Compute the loss without its gradients.
     """
     differentiate = loss_of if alone else gradients_of
-    hows = ("plan",) if fsdp > 1 else ("before", "plan", "by hand")
+    hows = ("plan",) if fsdp > 1 else ("jit", "plan", "by hand")
     mesh = rc.make_mesh(data=data, fsdp=fsdp, model=model, devices=target_devices(platform))
-    earlier = json.loads(before.read_text("utf-8")) if before is not None else {}
     table = Printed()
     heads = ("program", "", "collectives in loops", "kB", "time", "loss", "gradients")
     table.add(f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    figures: dict[str, Sequence[str]] = {}
     for name, make in PROGRAMS.items():
         if names and not any(part in name for part in names):
             continue
         reference = None
         if platform == "cpu" and turns:
-            reference = Reference(*make(), turns, differentiate)
+            reference = Reference(*make(), differentiate)
         for how in hows:
-            if how == "before":
-                if name not in earlier:
-                    continue
-                row = earlier[name]
-            else:
-                row = measure(make(), mesh, how, reference, turns, differentiate)
-            if how == "plan":
-                figures[name] = row
+            row = measure(make(), mesh, how, reference, turns, differentiate)
             table.add(f"| {' | '.join((name, how, *row))} |")
-    if save is not None:
-        save.write_text(json.dumps(figures), "utf-8")
     region = "local_regions" if fsdp == 1 else f"local_regions_data{data}_fsdp{fsdp}"
     if platform != "cpu":
         region = f"{region}_{platform}"
@@ -403,20 +388,19 @@ def main(
 
 
 class Reference:
-    """The loss, the gradients and the time of a step on one device."""
+    """A step on one device, its loss and its gradients."""
 
     def __init__(
         self,
         loss: Callable[..., Any],
         model: Any,
         batch: Any,
-        turns: int,
         differentiate: Callable[..., Any],
     ):
         arrays, static = eqx.partition(model, eqx.is_array)
         step = jax.jit(differentiate(loss, static)).lower(arrays, batch).compile()
-        self.loss, self.gradients = step(arrays, batch)
-        self.seconds = median(step, arrays, batch, turns)
+        self.step = ft.partial(step, arrays, batch)
+        self.loss, self.gradients = self.step()
 
 
 def measure(
@@ -436,7 +420,9 @@ def measure(
         step = differentiate(plan.constrain(loss), static)
     else:
         specs = jax.tree.map(lambda x: NamedSharding(mesh, P()), arrays)
-        step = by_hand(differentiate(loss, static), mesh)
+        step = differentiate(loss, static)
+        if how == "by hand":
+            step = by_hand(step, mesh)
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     abstract = jax.tree.map(place, arrays, specs), jax.tree.map(lambda x: place(x, rows), batch)
     results = NamedSharding(mesh, P()), specs if differentiate is gradients_of else ()
@@ -452,7 +438,7 @@ def measure(
         return [*row, "", "", ""]
     placed = jax.device_put(arrays, specs), jax.device_put(batch, rows)
     value, gradients = compiled(*placed)
-    times = median(compiled, *placed, turns) / reference.seconds
+    times = ratio(ft.partial(compiled, *placed), reference.step, turns)
     of_loss = difference(value, reference.loss, 0)
     # A gradient that is zero in exact arithmetic has no scale of its own.
     sizes = [float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(reference.gradients)]
@@ -495,13 +481,15 @@ def difference(computed: Any, expected: Any, least: float) -> float:
     return float(np.max(np.abs(computed - expected)) / max(float(np.max(np.abs(expected))), least))
 
 
-def median(step: Callable[..., Any], arrays: Any, batch: Any, turns: int) -> float:
-    seconds = []
-    for _ in range(turns):
+def ratio(step: Callable[[], Any], reference: Callable[[], Any], turns: int) -> float:
+    """The time of a step, divided by that of another that takes turns with it."""
+
+    def seconds(step: Callable[[], Any]) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(step(arrays, batch))
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        jax.block_until_ready(step())
+        return time.perf_counter() - begin
+
+    return statistics.median(seconds(step) / seconds(reference) for _ in range(turns))
 
 
 def collectives(program: str) -> tuple[int, int]:

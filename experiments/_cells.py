@@ -99,13 +99,13 @@ def _paper(cell: Cell) -> list[str]:
 
 def _beyond(columns: dict[str, Cell]) -> list[str]:
     twice, half, low = map(columns.get, ("twice", "half", "bfloat16"))
-    holds, sent = "-", None
+    holds, low_bytes = "-", None
     if twice is not None and half is not None:
         which = ("neither", "the devices", "the length", "both")
         holds = which[2 * bool(twice["fits"]) + bool(half["fits"])]
     if low is not None:
-        sent = sent_bytes(low)
-    return [_peak(twice), _peak(half), holds, _peak(low), gigabytes(sent)]
+        low_bytes = sent_bytes(low)
+    return [_peak(twice), _peak(half), holds, _peak(low), gigabytes(low_bytes)]
 
 
 def _peak(cell: Cell | None) -> str:

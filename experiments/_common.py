@@ -58,9 +58,18 @@ def read_mesh(text: str) -> Mesh | Literal["auto"]:
     if text == "auto":
         return "auto"
     sizes = {"data": -1} | mesh_sizes(text)
-    count = math.prod(sizes.values())
-    few = 0 < count < jax.device_count() and jax.process_count() == 1
-    return rc.make_mesh(**sizes, devices=jax.devices()[:count] if few else None)
+    count = math.prod(sizes.values())  # negative if an axis takes the devices that remain
+    devices = None
+    if 0 < count < jax.device_count() and jax.process_count() == 1:
+        devices = jax.devices()[:count]
+    return rc.make_mesh(**sizes, devices=devices)
+
+
+def mesh_of_weights(mesh: Mesh | Literal["auto"]) -> Mesh:
+    """The mesh that published weights are loaded to; `fit` moves them if it chooses another."""
+    if isinstance(mesh, str):
+        return rc.make_mesh(data=1, fsdp=-1)
+    return mesh
 
 
 def refuse_uneven(mesh: Mesh | Literal["auto"], split: Mapping[str, int]) -> None:
@@ -81,8 +90,10 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
     """Creates a directory named after the time, with the configuration in it; to resume, returns
     the newest one."""
     # Process 0 chooses for all: clocks differ, and shared file systems may not be in sync.
-    chosen = newest_name(root) if resume else time.strftime("%Y%m%d-%H%M%S")
-    directory = existing_run(root, broadcast_text(chosen))
+    name = time.strftime("%Y%m%d-%H%M%S")
+    if resume:
+        name = newest_name(root)
+    directory = existing_run(root, broadcast_text(name))
     if config is not None and jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=resume)
         # Of a resumed run too: its options may have been changed.

@@ -20,16 +20,23 @@ def read_texts(path: Path | None) -> tuple[list[str], list[str]]:
     their names; or the first 95 % and the rest of a single file."""
     if path is not None and path.is_file():
         text = path.read_text("utf-8")
-        return [text[: -(len(text) // 20)]], [text[-(len(text) // 20) :]]
-    root = path or Path(sysconfig.get_path("stdlib"))
-    skip = set() if path else {"site-packages", "dist-packages", "test", "tests"}
-    names = [file.relative_to(root) for file in root.rglob("*" if path else "*.py")]
-    names = [name for name in names if (root / name).is_file() and not skip & {*name.parts}]
+        split = len(text) - len(text) // 20
+        return [text[:split]], [text[split:]]
+    root, pattern, skipped = path, "*", set()
+    if root is None:
+        root, pattern = Path(sysconfig.get_path("stdlib")), "*.py"
+        skipped = {"site-packages", "dist-packages", "test", "tests"}
+    names = []
+    for file in root.rglob(pattern):
+        name = file.relative_to(root)
+        if file.is_file() and skipped.isdisjoint(name.parts):
+            names.append(name)
     if len(names) < 2:
         raise SystemExit(f"{root} must hold at least two files: for training and validation.")
     names.sort(key=lambda name: zlib.crc32(name.as_posix().encode()))
     texts = [(root / name).read_text("utf-8", errors="replace") for name in names]
-    return texts[len(texts) // 32 + 1 :], texts[: len(texts) // 32 + 1]
+    valid = len(texts) // 32 + 1
+    return texts[valid:], texts[:valid]
 
 
 def windows(texts: Iterable[Iterable[int]], seq: int) -> np.ndarray:
@@ -49,11 +56,15 @@ def beginning_of_text(tokenizer: Any) -> list[int]:
 def read_chats(path: Path) -> tuple[list[Any], list[Any]]:
     """Reads a .jsonl file with one chat on each line, `{"messages": [{"role": ..., "content":
     ...}, ...]}`. Returns the training chats and the validation chats (every twentieth)."""
-    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    chats = [json.loads(line)["messages"] for line in lines]
+    chats = [row["messages"] for row in read_json_lines(path)]
     if len(chats) < 2:
         raise SystemExit(f"{path} must hold at least two chats: for training and validation.")
-    return [c for i, c in enumerate(chats) if i % 20], chats[::20]
+    return [chat for i, chat in enumerate(chats) if i % 20], chats[::20]
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """Reads a .jsonl file: a line of JSON for each example, and maybe empty lines."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
 
 
 def chat_windows(
@@ -73,15 +84,17 @@ def packed_chats(
     The longest chats come first, each in the fullest row that has room for it.
     """
     rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    rows_by_room: list[list[int]] = [[] for _ in range(seq + 2)]
-    for chat in sorted(_truncated(chats, render, encode, seq), key=lambda x: -len(x[0])):
+    rows_by_room: list[list[int]] = [[] for _ in range(seq + 2)]  # in tokens
+    for chat in sorted(_truncated(chats, render, encode, seq), key=lambda chat: -len(chat[0])):
         size = len(chat[0])
-        room = next((n for n in range(size, seq + 2) if rows_by_room[n]), None)
-        if room is None:
+        room = size
+        while room <= seq + 1 and not rows_by_room[room]:
+            room += 1
+        if room <= seq + 1:
+            row = rows_by_room[room].pop()
+        else:
             room, row = seq + 1, len(rows)
             rows.append([])
-        else:
-            row = rows_by_room[room].pop()
         rows[row].append(chat)
         rows_by_room[room - size].append(row)
     return [_packed(row, seq) for row in rows]
@@ -101,10 +114,14 @@ def _packed(
 def _truncated(
     chats: list[Any], render: Callable[..., str], encode: Encode, seq: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    rows = [_chat(chat, render, encode) for chat in chats]
-    if long := sum(len(tokens) > seq + 1 for tokens, _ in rows):
-        print(f"{long} of {len(rows)} chats have more than {seq + 1} tokens and are truncated.")
-    return [(tokens[: seq + 1], learned[: seq + 1]) for tokens, learned in rows]
+    rows, too_long = [], 0
+    for chat in chats:
+        tokens, learned = _chat(chat, render, encode)
+        too_long += len(tokens) > seq + 1
+        rows.append((tokens[: seq + 1], learned[: seq + 1]))
+    if too_long:
+        print(f"{too_long} of {len(rows)} chats have more than {seq + 1} tokens and are truncated.")
+    return rows
 
 
 def _pad(x: np.ndarray, seq: int, fill: int | bool) -> np.ndarray:
@@ -167,18 +184,21 @@ def _answers(chat: Any, render: Callable[..., str], text: str) -> list[tuple[int
 
 def _changing(chat: Any, index: int, render: Callable[..., str]) -> tuple[int, int]:
     """Returns the part of the text of a chat that depends on the content of a message."""
-    other = [*chat]
-    other[index] = {**chat[index], "content": OPEN}
-    texts = [render(messages, add_generation_prompt=False) for messages in (chat, other)]
-    begin = _common(*texts)
-    rest = [text[begin:][::-1] for text in texts]
-    return begin, len(texts[0]) - _common(*rest)
+    changed_chat = [*chat]
+    changed_chat[index] = {**chat[index], "content": OPEN}
+    text = render(chat, add_generation_prompt=False)
+    changed = render(changed_chat, add_generation_prompt=False)
+    begin = _common(text, changed)
+    end = len(text) - _common(text[begin:][::-1], changed[begin:][::-1])
+    return begin, end
 
 
 def _common(a: str, b: str) -> int:
     """The length of the longest common beginning of two texts."""
-    differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differs, min(len(a), len(b)))
+    length = 0
+    while a[length : length + 1] == b[length : length + 1] != "":
+        length += 1
+    return length
 
 
 def _tokens_between(
@@ -190,9 +210,9 @@ def _tokens_between(
         """How many tokens are those of the text before a place."""
         own = np.fromiter(encode(text[:place]), np.int32)[: len(tokens)]
         differs = np.flatnonzero(own != tokens[: len(own)])
-        return int(differs[0]) if len(differs) else len(own)
+        return int(min([*differs, len(own)]))
 
     first, after = before(begin), before(end)
-    # The token that the end falls into has text of this part.
-    whole = len(np.fromiter(encode(text[:end]), np.int32)) == after
-    return first, after if whole else after + 1
+    if len(np.fromiter(encode(text[:end]), np.int32)) != after:
+        after += 1  # the token that the end falls into has text of this part
+    return first, after

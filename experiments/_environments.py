@@ -52,12 +52,16 @@ def sizes(name: str, *, discrete: bool, on_device: bool) -> tuple[int, int]:
     action: Any = env.action_space
     is_discrete = isinstance(action, gymnasium.spaces.Discrete)
     if is_discrete != discrete or len(observed.shape or ()) != 1:
-        kind = "discrete" if discrete else "continuous"
+        kind = "continuous"
+        if discrete:
+            kind = "discrete"
         refuse(
             f"--environment {name} has the observations {observed} and the actions {action}, but "
             f"this experiment needs vectors as observations, and {kind} actions."
         )
-    return observed.shape[0], int(action.n) if is_discrete else action.shape[0]
+    if discrete:
+        return observed.shape[0], int(action.n)
+    return observed.shape[0], action.shape[0]
 
 
 def reset_envs(environment: Environment, key: PRNGKeyArray, num_envs: int) -> Arrays:
@@ -156,27 +160,34 @@ class HostEnvs:
         reset_key, *keys = jax.random.split(key, steps + 1)
         if self.observation is None:
             self.reset(reset_key)
-        steps = [self.step(np.asarray(policy(self.observation, key))) for key in keys]
-        return jax.tree.map(lambda *x: np.stack(x, axis=1), *steps)
+        transitions = []
+        for key in keys:
+            action = np.asarray(policy(self.observation, key))
+            transitions.append(self.step(action))
+        return jax.tree.map(lambda *x: np.stack(x, axis=1), *transitions)
 
 
 def scaled(env: gymnasium.Env) -> gymnasium.Env:
+    """Scales continuous actions to numbers from -1 to 1."""
     if not isinstance(env.action_space, gymnasium.spaces.Box):
         return env
-    ones = np.ones(env.action_space.shape, np.float32)
-    return gymnasium.wrappers.RescaleAction(env, -ones, ones)
+    high = np.ones(env.action_space.shape, np.float32)
+    return gymnasium.wrappers.RescaleAction(env, -high, high)
 
 
 def mean_return(name: str, policy: Policy, *, episodes: int, key: PRNGKeyArray) -> float:
     """The mean return of a policy in episodes of a gymnasium environment."""
     reset_key, key = jax.random.split(key)
-    envs, first = HostEnvs(name, episodes), np.full(episodes, np.nan)
+    envs = HostEnvs(name, episodes)
     envs.reset(reset_key)
-    while np.isnan(first).any():
+    first_returns = np.full(
+        episodes, np.nan
+    )  # later episodes are not counted: short ones come first
+    while np.isnan(first_returns).any():
         act_key, key = jax.random.split(key)
         envs.step(np.asarray(policy(envs.observation, act_key)))
-        first = np.where(np.isnan(first), envs.last_return, first)
-    return float(first.mean())
+        first_returns = np.where(np.isnan(first_returns), envs.last_return, first_returns)
+    return float(first_returns.mean())
 
 
 def _cart_pole_step(env_state: Array, action: Array) -> tuple[Array, Array, Array]:

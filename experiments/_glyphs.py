@@ -38,7 +38,7 @@ def read_glyphs(size: int, *, first_words: Sequence[str], fonts: Sequence[str] =
             covered[font] = {*(TTFont(file).getBestCmap() or ())}
             # At this size, the tallest letters with two accents fill the image.
             drawn_with[font] = ImageFont.truetype(str(file), size * 2 // 3)
-    glyphs, seen = [], set()
+    glyphs, looks = [], set()
     for code in sorted(set().union(*covered.values())):
         character = chr(code)
         name = unicodedata.name(character, "").lower()
@@ -50,9 +50,9 @@ def read_glyphs(size: int, *, first_words: Sequence[str], fonts: Sequence[str] =
             if code in characters:
                 drawn.append(Glyph(_draw(character, drawn_with[font], size), name, font))
         look = drawn[0].font, drawn[0].image.tobytes()
-        if look not in seen:
+        if look not in looks:
             glyphs += drawn
-        seen.add(look)
+        looks.add(look)
     return glyphs
 
 

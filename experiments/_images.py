@@ -27,9 +27,11 @@ def read_images(data: str, size: int) -> tuple[np.ndarray, np.ndarray, list[str]
         images = np.concatenate(images).reshape(-1, 1, 28, 28).astype(np.float32)
         return images, np.concatenate(labels), DIGITS
     files = datasets.load_files(data, load_content=False, shuffle=False)
-    images = [Image.open(f).convert("RGB").resize((size, size)) for f in files["filenames"]]
-    images = np.stack([*map(np.asarray, images)]).transpose(0, 3, 1, 2).astype(np.float32) / 255
-    return images, files["target"], files["target_names"]
+    images = []
+    for file in files["filenames"]:
+        image = Image.open(file).convert("RGB").resize((size, size))
+        images.append(np.asarray(image, np.float32).transpose(2, 0, 1) / 255)
+    return np.stack(images), files["target"], files["target_names"]
 
 
 class OnlyArrays(pickle.Unpickler):

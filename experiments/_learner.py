@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from _common import Started, print_once
 from jax.sharding import Mesh, NamedSharding
@@ -73,9 +74,10 @@ def run_learner(
     checkpoints = rc.Checkpoints(run.directory, every=max(1, c.steps // 10))
     with rc.stop_on_signal(mesh=mesh_of(plan)) as stopping, rc.Checkpointer(checkpoints) as saver:
         state, restored = eqx.filter_shard(state, shardings), saver.restore(state, shardings)
+        print_once(f"{plan}")
         if restored:
             state, number = restored.state, restored.step
-        print_once(f"{plan}" + f"\nResumed at step {number}." * bool(restored))
+            print_once(f"Resumed at step {number}.")
         info = rc.RunInfo(
             directory=run.directory,
             resumed=bool(restored),
@@ -112,6 +114,12 @@ def on_one_device(model: PyTree, mesh: Mesh) -> PyTree:
     arrays, static = eqx.partition(model, eqx.is_array)
     arrays = jax.device_put(arrays, NamedSharding(mesh, P()))
     return eqx.combine(jax.tree.map(lambda x: x.addressable_data(0), arrays), static)
+
+
+def copy_arrays(model: PyTree) -> PyTree:
+    """Copies a model, such as for target networks, which would be donated with it otherwise."""
+    arrays, static = eqx.partition(model, eqx.is_array)
+    return eqx.combine(jax.tree.map(jnp.copy, arrays), static)
 
 
 def scan_steps(

@@ -62,11 +62,11 @@ def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
     script = Path(sys.modules[config.__module__].__file__ or "")
     usage = {"prog": f"python {sys.argv[0]}", "description": description(doc, script)}
 
-    def read(**default: Any) -> Any:
+    def read_options(**default: Any) -> Any:
         with quiet_pipe():
             return tyro.cli(config, config=STYLE, args=args, **usage, **default)
 
-    c = read()
+    c = read_options()
     if not (hasattr(c, "run") and c.run.resume):
         return c
     root = c.run.directory or Path("runs") / script.stem
@@ -74,7 +74,7 @@ def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
     stored["run"] |= {"resume": True, "directory": c.run.directory}
     # Another process, or another launcher, has another address and index.
     stored["run"]["hosts"] = {"local_devices": stored["run"]["hosts"].get("local_devices")}
-    return read(default=from_json(config, stored))
+    return read_options(default=from_json(config, stored))
 
 
 def newest_run(root: Path) -> Path:
@@ -97,8 +97,11 @@ def existing_run(root: Path, name: str) -> Path:
 def from_json(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass of options from a `config.json`; what it lacks has its default."""
     hints = typing.get_type_hints(kind)
-    names = [x.name for x in dataclasses.fields(kind) if x.name in values]
-    return kind(**{name: _convert(hints[name], values[name]) for name in names})
+    options = {}
+    for option in dataclasses.fields(kind):
+        if option.name in values:
+            options[option.name] = _convert(hints[option.name], values[option.name])
+    return kind(**options)
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -106,7 +109,9 @@ def _convert(kind: Any, value: Any) -> Any:
         return from_json(kind, value)
     if value is not None and (kind is Path or Path in typing.get_args(kind)):
         return Path(value)
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def description(doc: str | None, script: Path) -> str:
@@ -120,9 +125,11 @@ def description(doc: str | None, script: Path) -> str:
 def resume_command() -> str:
     """The command that resumes the newest run of this script."""
     words = ["python", sys.argv[0], "--resume"]
-    for before, word in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-        if before == "--directory" or before.startswith("--directory="):
-            words += [before, word] if before == "--directory" else [before]
+    for place, word in enumerate(sys.argv):
+        if word == "--directory":
+            words += sys.argv[place : place + 2]
+        elif word.startswith("--directory="):
+            words.append(word)
     return " ".join(words)
 
 
@@ -130,7 +137,8 @@ def read_early(script: Path) -> None:
     """Reads the options of a script that is being started, to refuse them or to print its help."""
     tree = ast.parse(script.read_text("utf-8"))
     imports = [node for node in tree.body if _is_fast(node)]
-    classes = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "Config"]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in classes if node.name == "Config"]
     if not classes:
         return
     names: dict[str, Any] = {"__name__": "__main__", "_options": sys.modules[__name__]}
@@ -145,8 +153,10 @@ def _is_fast(node: ast.stmt) -> bool:
         modules = [node.module or ""]
     else:
         return False
-    standard = lambda name: name.partition(".")[0] in sys.stdlib_module_names
-    return all(standard(name) or name in FAST for name in modules)
+    for name in modules:
+        if name not in FAST and name.partition(".")[0] not in sys.stdlib_module_names:
+            return False
+    return True
 
 
 started = Path(getattr(sys.modules["__main__"], "__file__", None) or "")

@@ -15,6 +15,7 @@ import redcoast as rc
 matplotlib.use("Agg")  # there may be no display
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 
@@ -28,8 +29,27 @@ def plot_metric(directory: Path, name: str) -> float:
     axes.set_title(f"{directory.parent.name} {directory.name}", fontsize=9)
     figure.savefig(directory / f"{name}.png", dpi=150)
     plt.close(figure)
-    # A run that was interrupted early has no evaluation.
-    return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)
+    _, values = steps_and_values(history, f"eval/{name}")
+    if not len(values):  # of a run that was interrupted early
+        return math.nan
+    return float(values[-1])
+
+
+def read_metric(directory: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The steps of a run in which a metric was logged, and its values."""
+    return steps_and_values(rc.read_metrics(directory / "metrics.jsonl"), name)
+
+
+def steps_and_values(
+    history: Sequence[Mapping[str, Any]], name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The steps in which a metric was logged, and its values."""
+    steps, values = [], []
+    for entry in history:
+        if name in entry:
+            steps.append(entry["step"])
+            values.append(entry[name])
+    return np.array(steps, int), np.array(values, float)
 
 
 def plot_run(directory: Path) -> None:
@@ -53,23 +73,20 @@ def plot_run(directory: Path) -> None:
     plt.close(figure)
 
 
-def draw_metric(axes: Any, history: Sequence[Mapping[str, Any]], name: str) -> None:
+def draw_metric(axes: Axes, history: Sequence[Mapping[str, Any]], name: str) -> None:
     """Draws a metric in training, also smoothed, and in validation."""
-    lines = {}
-    for key in (name, f"eval/{name}"):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        lines[key] = np.array(points, float).reshape(-1, 2).T
-    steps, values = lines[name]
-    smooth = len(steps) > 50 and name != "learning_rate"
-    if len(steps):
-        axes.plot(steps, values, alpha=0.25 if smooth else 1, label=None if smooth else "training")
-    if smooth:
+    steps, values = steps_and_values(history, name)
+    if len(steps) > 50 and name != "learning_rate":
         width = len(steps) // 25
         mean = np.convolve(values, np.ones(width) / width, "valid")
+        axes.plot(steps, values, color="C0", alpha=0.25)
         axes.plot(steps[width - 1 :], mean, color="C0", label="training")
-    if len(lines[f"eval/{name}"][0]):
-        axes.plot(*lines[f"eval/{name}"], "o-", color="C1", markersize=3, label="validation")
-    if spans_a_decade(np.concatenate([lines[name][1], lines[f"eval/{name}"][1]])):
+    elif len(steps):
+        axes.plot(steps, values, label="training")
+    eval_steps, eval_values = steps_and_values(history, f"eval/{name}")
+    if len(eval_steps):
+        axes.plot(eval_steps, eval_values, "o-", color="C1", markersize=3, label="validation")
+    if spans_a_decade(np.concatenate([values, eval_values])):
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -77,7 +94,7 @@ def draw_metric(axes: Any, history: Sequence[Mapping[str, Any]], name: str) -> N
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel=name.replace("_", " "))
     axes.grid(alpha=0.3)
-    if len(lines[f"eval/{name}"][0]):
+    if len(eval_steps):
         axes.legend()
 
 
@@ -106,8 +123,14 @@ def draw_text(file: Path, text: str, columns: int = 110) -> None:
     Characters that the font does not have, such as those that an untrained model writes, become �.
     """
     known = font_manager.get_font(font_manager.findfont("monospace")).get_charmap()
-    lines = [x if len(x) <= columns else x[: columns - 1] + "…" for x in text.splitlines()]
-    lines = ["".join(x if ord(x) in known else "\ufffd" for x in line) for line in lines]
+    lines = []
+    for line in text.splitlines():
+        if len(line) > columns:
+            line = line[: columns - 1] + "…"
+        for sign in {*line}:
+            if ord(sign) not in known:
+                line = line.replace(sign, "\ufffd")
+        lines.append(line)
     figure = plt.figure()
     figure.text(0, 0, "\n".join(lines), family="monospace", fontsize=8, parse_math=False)
     figure.savefig(file, dpi=150, bbox_inches="tight")
@@ -121,11 +144,14 @@ def save_pictures(
     are wrapped."""
     if jax.process_index() > 0:
         return
-    wrapped = ["\n".join(textwrap.fill(x, 26) for x in title.split("\n")) for title in titles]
-    lines = 1 + max((title.count("\n") for title in wrapped), default=0)
+    wrapped, most_lines = [], 1
+    for title in titles:
+        lines = [textwrap.fill(line, 26) for line in title.split("\n")]
+        wrapped.append("\n".join(lines))
+        most_lines = max(most_lines, 1 + wrapped[-1].count("\n"))
     columns = min(8, len(images))
     rows = -(-len(images) // columns)
-    size = (1.6 * columns, (1.6 + 0.12 * lines) * rows)
+    size = (1.6 * columns, (1.6 + 0.12 * most_lines) * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
@@ -144,6 +170,10 @@ def save_predictions(
     predictions: Sequence[Any],
 ) -> None:
     """Saves a grid of images with their classes and predictions; `None` is no prediction."""
-    pairs = zip(classes, predictions, strict=True)
-    titles = [str(y) if guess is None else f"{y}, predicted {guess}" for y, guess in pairs]
+    titles = []
+    for target, prediction in zip(classes, predictions, strict=True):
+        title = str(target)
+        if prediction is not None:
+            title += f", predicted {prediction}"
+        titles.append(title)
     save_pictures(file, images, titles)

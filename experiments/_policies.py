@@ -1,14 +1,13 @@
 """Language models to train further: small ones that learnt by imitation, and published ones."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import Started, exit_if_stopped, make_optimizer
-from _published import chat_template, read_tokenizer, smollm2
+from _common import Started, exit_if_stopped, make_optimizer, mesh_of_weights
+from _published import chat_template, read_tokenizer, weights_path
 from _verifiable import Problem, Task
 
 import redcoast as rc
@@ -48,30 +47,39 @@ def pad_rows(
     rows: Sequence[Sequence[int]], length: int, *, left: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens, padded to `length`, and their mask."""
-    tokens, real = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
-    for row, new, mask in zip(rows, tokens, real, strict=True):
+    tokens = np.zeros((len(rows), length), np.int32)
+    real = np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
         if len(row) > length:
             raise ValueError(f"A row has {len(row)} tokens, but there is room for {length}.")
-        place = slice(length - len(row), None) if left else slice(len(row))
-        new[place], mask[place] = row, True
+        start = 0
+        if left:
+            start = length - len(row)
+        tokens[i, start : start + len(row)] = row
+        real[i, start : start + len(row)] = True
     return tokens, real
 
 
 def published_policy(run: Started, weights: str) -> Policy:
     """SmolLM2 (`smollm2`), or the model of a directory or .gguf file that has a chat template."""
-    path = smollm2() if weights == "smollm2" else Path(weights)
+    path = weights_path(weights)
     tokenizer, render = read_tokenizer(path), chat_template(path)
-    mesh = rc.make_mesh(data=1, fsdp=-1) if run.mesh == "auto" else run.mesh
-    model = rc.load_pretrained(path, mesh=mesh, dtype=jnp.float32)
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    model = rc.load_pretrained(path, mesh=mesh_of_weights(run.mesh), dtype=jnp.float32)
+    eos = model.config.decoding.eos
+    if eos is None:
+        eos = model.config.eos
+    ends = tuple(np.atleast_1d(eos).tolist())
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(text: str) -> list[int]:
         return encode(render([{"role": "user", "content": text}], add_generation_prompt=True))
 
-    eos = model.config.decoding.eos
-    ends = tuple(np.atleast_1d(model.config.eos if eos is None else eos).tolist())
-    end = [ends[0]] if ends else []
-    return Policy(model, encode_prompt, lambda x: [*encode(x), *end], tokenizer.decode, ends)
+    def encode_answer(text: str) -> list[int]:
+        return [*encode(text), *ends[:1]]
+
+    return Policy(model, encode_prompt, encode_answer, tokenizer.decode, ends)
 
 
 def read_policy(run: Started, weights: str | None, task: Task, steps: int) -> Policy:
@@ -85,18 +93,22 @@ def imitating_policy(
     run: Started, task: Task, name: str, steps: int, *, width: int = 128, layers: int = 2
 ) -> Policy:
     """A small LLaMA over the signs of ASCII that learnt to imitate the answers of a task."""
-    numbers = {sign: number for number, sign in enumerate(SIGNS)}
-    encode = lambda text: [numbers[sign] for sign in text]
-    encode_answer = lambda text: [*encode(text), END]
-    decode = lambda tokens: "".join(SIGNS[token] for token in tokens if token > END)
     length = max(len(problem.prompt) + len(problem.answer) + 1 for problem in task.train)
 
+    def encode(text: str) -> list[int]:
+        return [*map(SIGNS.index, text)]
+
+    def encode_answer(text: str) -> list[int]:
+        return [*encode(text), END]
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(SIGNS[token] for token in tokens if token > END)
+
     def collate_fn(problems, rngs):
-        shown = [task.show(*both) for both in zip(problems, rngs, strict=True)]
-        rows = [
-            (encode(problem.prompt), encode_answer(answer))
-            for problem, answer in zip(problems, shown, strict=True)
-        ]
+        rows = []
+        for problem, rng in zip(problems, rngs, strict=True):
+            answer = task.show(problem, rng)
+            rows.append((encode(problem.prompt), encode_answer(answer)))
         return collate_answers(rows, length)
 
     options, heads = Imitation(steps), width // 32
@@ -117,14 +129,12 @@ def imitating_policy(
 
 
 def collate_answers(rows: Sequence[tuple[list[int], list[int]]], length: int) -> dict:
-    """Prompts with their answers in one row; what is learned are the answers."""
+    """Prompts with their answers in one row, (rows, length); what is learned are the answers."""
     tokens, real = pad_rows([[*prompt, *answer] for prompt, answer in rows], length)
-    starts = np.array([len(prompt) for prompt, _ in rows])
-    return {
-        "tokens": tokens,
-        "real": real,
-        "learned": real & (np.arange(length) >= starts[:, None]),
-    }
+    learned = real.copy()
+    for i, (prompt, _) in enumerate(rows):
+        learned[i, : len(prompt)] = False
+    return {"tokens": tokens, "real": real, "learned": learned}
 
 
 def imitation_loss(model, batch, key):
@@ -161,30 +171,44 @@ def write_answers(
     policy: Policy, model, problems: Sequence[Problem], *, new_tokens: int, mesh, key=None
 ) -> list[str]:
     """The model's answers to problems: sampled with a key, and otherwise the most likely tokens."""
-    options = {"temperature": 0.0 if key is None else 1.0, "top_k": None, "top_p": None}
+    temperature = 1.0
+    if key is None:
+        temperature = 0.0
+    if isinstance(mesh, str):  # "auto"
+        mesh = None
 
     def predict_fn(model, batch, key):
-        tokens, mask = batch
+        tokens, mask = batch  # (batch, prompt tokens)
         return rc.generate(
-            model, tokens, new_tokens, mask=mask, eos=policy.ends, key=key, **options
+            model,
+            tokens,
+            new_tokens,
+            mask=mask,
+            eos=policy.ends,
+            key=key,
+            temperature=temperature,
+            top_k=None,
+            top_p=None,
         )
 
     answers = rc.predict_examples(
         model,
         [*zip(*policy.prompts(problems), strict=True)],
-        collate_fn=lambda rows: tuple(map(np.stack, zip(*rows, strict=True))),
         predict_fn=predict_fn,
         batch_size=128,
-        mesh=None if isinstance(mesh, str) else mesh,
+        mesh=mesh,
         key=key,
     )
     lengths = answer_lengths(np.stack(answers), policy.ends)
-    return [policy.decode(row[:n].tolist()) for row, n in zip(answers, lengths, strict=True)]
+    texts = []
+    for tokens, length in zip(answers, lengths, strict=True):
+        texts.append(policy.decode(tokens[:length].tolist()))
+    return texts
 
 
 def accuracy(policy: Policy, model, task: Task, *, new_tokens: int, mesh, key=None) -> float:
     """The part of the held-out problems that get the full reward: with sampled answers if there is
     a key, and otherwise with greedy decoding."""
     texts = write_answers(policy, model, task.test, new_tokens=new_tokens, mesh=mesh, key=key)
-    rewards = [task.reward(*both) for both in zip(task.test, texts, strict=True)]
-    return float(np.mean(np.array(rewards) >= 1))
+    solved = [task.reward(*answered) >= 1 for answered in zip(task.test, texts, strict=True)]
+    return float(np.mean(solved))

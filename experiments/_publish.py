@@ -2,6 +2,7 @@
 
 import html
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import redcoast as rc
 
 def publish(directory: Path, figures: dict[str, float]) -> None:
     """Adds the pictures, the samples and the figures of a run to where its metrics were logged."""
-    history = rc.read_metrics(directory / "metrics.jsonl")
-    step = history[-1]["step"] if history else 0
+    step = 0
+    for entry in rc.read_metrics(directory / "metrics.jsonl"):
+        step = entry["step"]  # at the end, the last one
     pictures = sorted(directory.glob("*.png"))
     texts = {path.stem: path.read_text("utf-8") for path in sorted(directory.glob("samples*.txt"))}
     if (directory / "wandb.json").exists():
@@ -32,14 +34,17 @@ def to_wandb(
     """Continues the W&B run of the training, offline if that was offline."""
     import wandb
 
-    run = json.loads((directory / "wandb.json").read_text())  # its id and its project
-    offline = any(directory.glob("wandb/offline-run-*"))
-    options: dict[str, Any] = {"mode": "offline"} if offline else {}
-    where = {**run, "resume": "allow", "dir": str(directory)}
-    with wandb.init(**where, **options, settings={"silent": True, "console": "off"}) as run:
-        entry: dict[str, Any] = {path.stem: wandb.Image(str(path)) for path in pictures}
-        entry |= {key: wandb.Html(f"<pre>{html.escape(text)}</pre>") for key, text in texts.items()}
-        run.log(entry | {"step": step})
+    options: dict[str, Any] = json.loads((directory / "wandb.json").read_text())  # id and project
+    options |= {"resume": "allow", "dir": str(directory)}
+    if any(directory.glob("wandb/offline-run-*")):
+        options["mode"] = "offline"
+    with wandb.init(**options, settings={"silent": True, "console": "off"}) as run:
+        entry: dict[str, Any] = {"step": step}
+        for path in pictures:
+            entry[path.stem] = wandb.Image(str(path))
+        for name, text in texts.items():
+            entry[name] = wandb.Html(f"<pre>{html.escape(text)}</pre>")
+        run.log(entry)
         run.summary.update(figures)
 
 
@@ -56,6 +61,6 @@ def to_tensorboard(
         for path in pictures:
             writer.add_image(path.stem, plt.imread(path)[..., :3], step, dataformats="HWC")
         for name, text in texts.items():
-            writer.add_text(name, "\n".join(f"    {x}" for x in text.splitlines()), step)
+            writer.add_text(name, textwrap.indent(text, " " * 4), step)
         for name, value in figures.items():
             writer.add_scalar(f"results/{name}", value, step)

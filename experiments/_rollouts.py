@@ -59,17 +59,23 @@ def roll_out(
     - `exact`: whether log-probabilities are those of the loss to the last bit. Rewards are then
         computed after all answers have been sampled.
     """
-    rollout: Rollout = {name: x.copy() for name, x in process_allgather(before, tiled=True).items()}
-    start = rollout["tokens"].shape[1] - rollout["fresh"].shape[1]
-    done = rollout["done"]
-    chosen = choose(int(done.sum()) // samples, rollout["problem"][~done])
-    problem = np.repeat(chosen, samples)
-    tokens, real = policy.prompts([task.train[i] for i in problem], start)
-    for name, new in {"tokens": tokens, "real": real}.items():
-        rollout[name][done] = np.pad(new, ((0, 0), (0, rollout["fresh"].shape[1])))
-    rollout["problem"][done], rollout["length"][done], rollout["reward"][done] = problem, 0, 0
+    rollout: Rollout = jax.tree.map(np.copy, process_allgather(before, tiled=True))
+    max_tokens = rollout["fresh"].shape[1]
+    start = rollout["tokens"].shape[1] - max_tokens
+    is_done = rollout["done"]
+    problems = choose(int(is_done.sum()) // samples, rollout["problem"][~is_done])
+    problems = np.repeat(problems, samples)
+    tokens, real = policy.prompts([task.train[i] for i in problems], start)
+    rollout["tokens"][is_done] = np.pad(tokens, ((0, 0), (0, max_tokens)))
+    rollout["real"][is_done] = np.pad(real, ((0, 0), (0, max_tokens)))
+    rollout["problem"][is_done] = problems
+    rollout["length"][is_done] = 0
+    rollout["reward"][is_done] = 0
     with ThreadPoolExecutor() as pool:
         grades = Grades(pool, policy, task, rollout, start)
+        stream = grades.add_tokens
+        if exact:  # has no stream
+            stream = None
         new = rc.generate(
             model,
             rollout["tokens"],
@@ -82,7 +88,7 @@ def roll_out(
             eos=policy.ends,
             log_probabilities=True,
             exact=exact,
-            stream=None if exact else grades.add_tokens,
+            stream=stream,
         )
         log_probs = np.asarray(new.log_probabilities)
         ended = append(rollout, np.asarray(new.tokens), log_probs, start, policy.ends)
@@ -98,13 +104,17 @@ class Grades:
         self, pool: ThreadPoolExecutor, policy: Policy, task: Task, rollout: Rollout, start: int
     ):
         self.pool, self.policy, self.task, self.rollout = pool, policy, task, rollout
-        is_open = ~has_ended(rollout, start, policy.ends)
-        # The tokens so far of the answers that can go on.
-        self.answers = {
-            int(row): rollout["tokens"][row, start : start + rollout["length"][row]].tolist()
-            for row in np.flatnonzero(is_open)
-        }
+        self.start = start
+        # The tokens so far of the answers that can go on, by row.
+        self.answers: dict[int, list[int]] = {}
+        for row in np.flatnonzero(~has_ended(rollout, start, policy.ends)):
+            self.answers[int(row)] = self.tokens_of(row)
         self.begun: dict[int, Future[float]] = {}
+
+    def tokens_of(self, row: int) -> list[int]:
+        """The tokens of an answer in the rollout."""
+        end = self.start + self.rollout["length"][row]
+        return self.rollout["tokens"][row, self.start : end].tolist()
 
     def add_tokens(self, tokens: np.ndarray) -> None:
         """Adds a token of each row, and starts to grade the answers that it ends."""
@@ -123,11 +133,9 @@ class Grades:
 
     def finish(self, ended: np.ndarray) -> np.ndarray:
         """The rewards of all answers that have ended; 0 for the others."""
-        start = self.rollout["tokens"].shape[1] - self.rollout["fresh"].shape[1]
         for row in self.answers.keys() - self.begun.keys():
             if ended[row]:
-                length = self.rollout["length"][row]
-                self.begin(row, self.rollout["tokens"][row, start : start + length].tolist())
+                self.begin(row, self.tokens_of(row))
         rewards = self.rollout["reward"].copy()
         for row, grade in self.begun.items():
             rewards[row] = grade.result()
@@ -180,7 +188,6 @@ def learned_tokens(rollout):
 
 def of_answers(data):
     """The mean reward and length of answers, and the divergence from the model at the start."""
-    mask, done = learned_tokens(data), data["done"]
 
     def mean(x, where):
         count = jnp.maximum(jnp.sum(where), 1).astype(jnp.float32)
@@ -189,7 +196,7 @@ def of_answers(data):
     kl = losses.kl_estimate(data["log_probs"], data["reference"])
     length = data["length"].astype(jnp.float32)
     return {
-        "reward": mean(data["reward"], done),
-        "length": mean(length, done),
-        "kl": mean(kl, mask),
+        "reward": mean(data["reward"], data["done"]),
+        "length": mean(length, data["done"]),
+        "kl": mean(kl, learned_tokens(data)),
     }

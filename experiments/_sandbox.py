@@ -62,7 +62,7 @@ def passed_tests(
     command = [sys.executable, "-I", "-S", "-c", PROGRAM]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 input=json.dumps(task),
                 capture_output=True,
@@ -75,6 +75,7 @@ def passed_tests(
             )
         except subprocess.TimeoutExpired:
             return 0
-    said, _, passed = done.stdout.rpartition(" ")
-    known = said == word and passed.isdecimal() and int(passed) <= len(tests)
-    return int(passed) if known else 0
+    reported_word, _, passed = process.stdout.rpartition(" ")
+    if reported_word != word or not passed.isdecimal() or int(passed) > len(tests):
+        return 0
+    return int(passed)

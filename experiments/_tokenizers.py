@@ -18,7 +18,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int, *, start: bool = True) -> 
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # so that no text has an unknown token
     options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, **options))
-    template = "[START] $0 [END]" if start else "$0 [END]"
+    template = "$0 [END]"
+    if start:
+        template = f"[START] {template}"
     ids = [("[START]", START), ("[END]", END)]
     tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ids)
     return tokenizer
@@ -37,5 +39,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], seq: int) -> tuple[np.nda
     """Returns the tokens of texts, truncated or padded to `seq`, and their mask, (count, seq)."""
     tokenizer.enable_truncation(seq)
     tokenizer.enable_padding(length=seq)
-    encoded = tokenizer.encode_batch(list(texts))
-    return np.array([x.ids for x in encoded]), np.array([x.attention_mask for x in encoded])
+    tokens, masks = [], []
+    for encoded in tokenizer.encode_batch(list(texts)):
+        tokens.append(encoded.ids)
+        masks.append(encoded.attention_mask)
+    return np.array(tokens), np.array(masks)

@@ -47,9 +47,12 @@ CARELESS = 0.9  # of the sums that are shown are made without carrying
 
 def sums(rng: random.Random) -> list[Problem]:
     """All sums of two numbers below 100."""
-    pairs = [(a, b) for a in range(100) for b in range(100)]
-    rng.shuffle(pairs)
-    return [Problem(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+    problems = []
+    for a in range(100):
+        for b in range(100):
+            problems.append(Problem(f"{a}+{b}=", str(a + b)))
+    rng.shuffle(problems)
+    return problems
 
 
 def padded_sums(rng: random.Random) -> list[Problem]:
@@ -92,18 +95,18 @@ STORIES = (
 
 def word_problems(rng: random.Random, count: int = 4000) -> list[Problem]:
     """Word problems of several steps in the format of GSM8K: the answer ends with `#### 42`."""
-    seen: dict[str, Problem] = {}
-    while len(seen) < count:
+    problems: dict[str, Problem] = {}  # by prompt, since each is there once
+    while len(problems) < count:
         story, steps, result = rng.choice(STORIES)
         a, b, c, d = rng.randint(20, 60), rng.randint(2, 9), rng.randint(2, 12), rng.randint(1, 20)
-        names = {"name": rng.choice(["Ada", "Ben", "Chen", "Dora", "Emil", "Fatima"])}
-        names |= {"thing": rng.choice(["apples", "marbles", "stamps", "books", "shells"])}
         values = {"a": a, "b": b, "c": c, "d": d, "ab": a * b, "bc": b * c}
-        values |= {"e": result(a, b, c, d)}
-        text = f"{story.format(**names, **values)} End your answer with #### and the number."
-        answer = f"{steps.format(**names, **values)}\n#### {values['e']}"
-        seen[text] = Problem(text, answer)
-    return [*seen.values()]
+        values["e"] = result(a, b, c, d)
+        values["name"] = rng.choice(["Ada", "Ben", "Chen", "Dora", "Emil", "Fatima"])
+        values["thing"] = rng.choice(["apples", "marbles", "stamps", "books", "shells"])
+        prompt = f"{story.format(**values)} End your answer with #### and the number."
+        answer = f"{steps.format(**values)}\n#### {values['e']}"
+        problems[prompt] = Problem(prompt, answer)
+    return [*problems.values()]
 
 
 OPERATIONS = {
@@ -121,8 +124,10 @@ def programs(rng: random.Random) -> list[Problem]:
     for a in range(2, 202):
         for words, expression in OPERATIONS.items():
             body = expression.format(a=a)
-            right = [eval(body, {"x": x, "max": max}) for x in (0, 7, 250)]
-            tests = (f"f({x}) == {y}" for x, y in zip((0, 7, 250), right, strict=True))
+            tests = []
+            for x in (0, 7, 250):
+                expected = eval(body, {"x": x, "max": max})
+                tests.append(f"f({x}) == {expected}")
             prompt = f"Write a Python function f(x) that returns {words.format(a=a)}."
             problems.append(Problem(prompt, f"def f(x):\n    return {body}", (*tests,)))
     rng.shuffle(problems)
@@ -140,15 +145,19 @@ def last_number(problem: Problem, answer: str) -> float:
     numbers = re.findall(r"####\s*(-?[\d,]*\d)", answer)
     if not numbers:
         return 0.0
-    right = problem.answer.rpartition("####")[2]
-    number, expected = (int(text.replace(",", "")) for text in (numbers[-1], right))
-    return 1.0 if number == expected else 0.1
+    number = int(numbers[-1].replace(",", ""))
+    expected = int(problem.answer.rpartition("####")[2].replace(",", ""))
+    if number == expected:
+        return 1.0
+    return 0.1
 
 
 def unit_tests(problem: Problem, answer: str) -> float:
     """The part of the tests that a program passes; a block of Markdown is taken out of its text."""
-    blocks = re.findall(r"```(?:python)?\n(.*?)```", answer, re.DOTALL)
-    return passed_tests(blocks[0] if blocks else answer, problem.tests) / len(problem.tests)
+    program = answer
+    if block := re.search(r"```(?:python)?\n(.*?)```", answer, re.DOTALL):
+        program = block[1]
+    return passed_tests(program, problem.tests) / len(problem.tests)
 
 
 TASKS = {

@@ -34,20 +34,24 @@ def main(c: Config) -> None:
     fonts = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold")
     glyphs = read_glyphs(c.size, first_words=["latin"], fonts=fonts)
     # An eighth of the names is held out, with all their images. They come first.
-    known = {x.name for x in glyphs}
-    held_out = sorted(known)[::8]
-    names = held_out + sorted(known.difference(held_out))
+    all_names = sorted({x.name for x in glyphs})
+    held_out = all_names[::8]
+    names = held_out + [name for name in all_names if name not in held_out]
     train = [x for x in glyphs if x.name not in held_out]
     test = [x for x in glyphs if x.name in held_out]
-    images = np.stack([x.image for x in train])
-    mean, std = np.mean(images), np.std(images)
+    train_images = np.stack([x.image for x in train])
+    mean, std = np.mean(train_images), np.std(train_images)
+    # Each name is a bag of words, (names, words).
     words = sorted({*" ".join(names).split()})
-    texts = np.stack([np.isin(words, name.split()) for name in names]).astype(np.float32)
+    texts = np.zeros((len(names), len(words)), np.float32)
+    for text, name in zip(texts, names, strict=True):
+        text[np.isin(words, name.split())] = 1
 
     def collate_fn(glyphs):
-        ids = np.array([names.index(x.name) for x in glyphs], np.int32)
-        images = (np.stack([x.image for x in glyphs])[:, None] - mean) / std
-        return {"images": images, "texts": texts[ids], "ids": ids}
+        images, glyph_names, _ = zip(*glyphs, strict=True)
+        pixels = (np.stack(images)[:, None] - mean) / std  # (batch, 1, size, size)
+        ids = np.array([*map(names.index, glyph_names)], np.int32)
+        return {"images": pixels, "texts": texts[ids], "ids": ids}
 
     def loss_fn(model, batch, key):
         # The loss of the global batch, though its rows are on several devices: each image is
@@ -66,19 +70,32 @@ def main(c: Config) -> None:
 
     def metric_fn(glyphs, rows):
         scores = np.stack(rows)  # of all test images (rows) and all held-out names (columns)
-        right = np.array([x.name for x in glyphs])[:, None] == np.array(held_out)[None]
+        _, glyph_names, _ = zip(*glyphs, strict=True)
+        right = np.array(glyph_names)[:, None] == np.array(held_out)[None]
         return recalls(scores, right)
 
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    measured = {"predict_fn": predict_fn, "metric_fn": metric_fn, "loss_fn": test_loss_fn}
-    evaluation = rc.Evaluation(test, every=c.steps // 4 or 1, **measured)
-    options = {"steps": c.steps, "evaluation": evaluation, **run.fit_arguments}
-    init_fn = lambda key: make_model(c, len(words), key)
-    optimizer = make_optimizer(c, len(train))
-    state = rc.fit(init_fn, optimizer, train, **functions, loss_fn=loss_fn, **options)
+    state = rc.fit(
+        lambda key: make_model(c, len(words), key),
+        make_optimizer(c, len(train)),
+        train,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
+        steps=c.steps,
+        evaluation=rc.Evaluation(
+            test,
+            every=c.steps // 4 or 1,
+            loss_fn=test_loss_fn,
+            predict_fn=predict_fn,
+            metric_fn=metric_fn,
+        ),
+        **run.fit_arguments,
+    )
 
     end_training(run, state, c.steps)
-    rows = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
+    rows = rc.predict_examples(
+        state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
+    )
     save_nearest(run.directory / "nearest_names.png", held_out, test[::25], rows[::25])
     report(run.directory, **metric_fn(test, rows), chance_at_1=1 / len(held_out))
 
@@ -111,18 +128,19 @@ def symmetric_loss(logits, ids):
     # A name may be in the batch in several fonts: all are positives, equally likely.
     positive = (ids[:, None] == ids[None]).astype(logits.dtype)
     targets = positive / jnp.sum(positive, axis=1, keepdims=True)
-    losses = [optax.softmax_cross_entropy(x, targets) for x in (logits, logits.T)]
-    return jnp.mean(jnp.stack(losses))
+    of_images = optax.softmax_cross_entropy(logits, targets)
+    of_names = optax.softmax_cross_entropy(logits.T, targets)
+    return jnp.mean(jnp.stack([of_images, of_names]))
 
 
 def recalls(scores: np.ndarray, right: np.ndarray) -> dict[str, float]:
     """Returns the recall at 1 and 5 in both directions."""
-    ways = {"image_to_text": (scores, right), "text_to_image": (scores.T, right.T)}
-    recalls = {}
-    for way, seen_from_there in ways.items():
-        for k in (1, 5):
-            recalls[f"{way}_recall_at_{k}"] = recall(*seen_from_there, k)
-    return recalls
+    return {
+        "image_to_text_recall_at_1": recall(scores, right, 1),
+        "image_to_text_recall_at_5": recall(scores, right, 5),
+        "text_to_image_recall_at_1": recall(scores.T, right.T, 1),
+        "text_to_image_recall_at_5": recall(scores.T, right.T, 5),
+    }
 
 
 def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
@@ -135,8 +153,8 @@ def save_nearest(file: Path, names, glyphs, rows) -> None:
     """Saves a picture of characters with the three nearest names."""
     titles = []
     for row in rows:
-        nearest = np.argsort(-row)[:3]
-        titles.append("\n".join(f"{place}. {names[i]}" for place, i in enumerate(nearest, 1)))
+        nearest = np.take(names, np.argsort(-row)[:3])
+        titles.append("\n".join(f"{place}. {name}" for place, name in enumerate(nearest, 1)))
     save_pictures(file, [x.image for x in glyphs], titles)
 
 

@@ -19,7 +19,15 @@ import jax.numpy as jnp
 import optax
 from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollout, sizes
-from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
+from _learner import (
+    copy_arrays,
+    mesh_of,
+    on_one_device,
+    prepare,
+    run_learner,
+    scan_steps,
+    split_keys,
+)
 from _options import refuse
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
@@ -60,7 +68,11 @@ def main(c: Config) -> None:
         run, ft.partial(init_fn, c, size, count), optimizer, loss_fn, minibatch
     )
     update = ft.partial(learn, c, ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer))
-    mesh, environment = mesh_of(plan), ENVIRONMENTS[c.environment] if c.on_device else None
+    mesh = mesh_of(plan)
+    environment, envs = None, {}
+    if c.on_device:
+        environment = ENVIRONMENTS[c.environment]
+        envs = reset_envs(environment, keys.envs, c.num_envs)
 
     def step(state, transitions: Any = None, last_return: Any = None):
         train, envs = state["train"], state["envs"]
@@ -70,7 +82,7 @@ def main(c: Config) -> None:
             envs, transitions = rollout(environment, policy, envs, key, c.rollout)
             last_return = envs["last_return"]
         buffer = add(state["buffer"], transitions)
-        networks = {name: state[name] for name in ("train", "target")}
+        networks = {"train": train, "target": state["target"]}
         draws = jax.random.split(jax.random.fold_in(keys.learning, train.step), c.gradient_steps)
         networks, metrics = scan_steps(ft.partial(update, buffer), networks, draws)
         metrics = jax.tree.map(jnp.mean, metrics) | {"return": jnp.mean(last_return)}
@@ -80,20 +92,20 @@ def main(c: Config) -> None:
         if c.on_device:
             return ()
         model, added = on_one_device((state["train"].model, state["buffer"]["added"]), mesh)
-        key = jax.random.fold_in(keys.acting, number)
-        return host.rollout(ft.partial(explore, c, model, added), key, c.rollout), host.last_return
+        policy = ft.partial(explore, c, model, added)
+        transitions = host.rollout(policy, jax.random.fold_in(keys.acting, number), c.rollout)
+        return transitions, host.last_return
 
-    copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, train.model)
-    envs = reset_envs(environment, keys.envs, c.num_envs) if environment else {}
-    state = {"train": train, "target": copy, "buffer": buffer, "envs": envs}
-    rows = rc.batch_shardings({name: state[name] for name in ("buffer", "envs")}, mesh)
-    shardings = {"train": plan.shardings, "target": plan.shardings.model} | rows
+    target = copy_arrays(train.model)
+    state = {"train": train, "target": target, "buffer": buffer, "envs": envs}
+    shardings = {"train": plan.shardings, "target": plan.shardings.model}
+    shardings |= rc.batch_shardings({"buffer": buffer, "envs": envs}, mesh)
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "return")
     model = on_one_device(state["train"].model, mesh)
-    act = eqx.filter_jit(lambda x, key: actions(model, x))
-    test_return = mean_return(c.environment, act, episodes=c.episodes, key=keys.test)
+    greedy = eqx.filter_jit(lambda observations, key: actions(model, observations))
+    test_return = mean_return(c.environment, greedy, episodes=c.episodes, key=keys.test)
     report(run.directory, mean_return=test_return)
 
 
@@ -131,10 +143,10 @@ def loss_fn(model, batch, key):
 @eqx.filter_jit
 def explore(c, model, added, observations, key):
     """Acts with noise, and at random in the warmup."""
-    chosen = actions(model, observations)
+    greedy = actions(model, observations)
     noise_key, random_key = jax.random.split(key)
-    noisy = chosen + c.noise_std * jax.random.normal(noise_key, chosen.shape)
-    random = jax.random.uniform(random_key, chosen.shape, minval=-1, maxval=1)
+    noisy = greedy + c.noise_std * jax.random.normal(noise_key, greedy.shape)
+    random = jax.random.uniform(random_key, greedy.shape, minval=-1, maxval=1)
     return jnp.clip(jnp.where(added < c.warmup * c.rollout, random, noisy), -1, 1)
 
 
@@ -143,9 +155,8 @@ def learn(c, fit, buffer, networks, key):
     batch, target = sample(buffer, c.batch_size // c.num_envs, key), networks["target"]
     after = batch["next_observation"]
     future = (1 - batch["terminated"]) * values(target, after, actions(target, after))
-    train, metrics = fit(
-        networks["train"], batch | {"target": batch["reward"] + c.discount * future}
-    )
+    batch["target"] = batch["reward"] + c.discount * future
+    train, metrics = fit(networks["train"], batch)
     return {"train": train, "target": rc.moving_average(target, train.model, 1 - c.tau)}, metrics
 
 

@@ -18,8 +18,8 @@ from _corpus import read_texts, windows
 from _extras import from_extra
 from _images import read_images
 from _options import Maybe
-from _plots import plot_lines
-from _published import read_tokenizer, smollm2
+from _plots import plot_lines, read_metric
+from _published import read_tokenizer, weights_path
 
 import redcoast as rc
 from redcoast import lora
@@ -46,16 +46,21 @@ class Config:
 
 def main(c: Config) -> None:
     run = start(c, "differential_privacy")
-    model, apply, trainable, train, test = (language_model if c.weights else classifier)(c)
+    if c.weights:
+        model, apply, trainable, train, test = language_model(c)
+    else:
+        model, apply, trainable, train, test = classifier(c)
     if c.batch_size > len(train) or c.noise * c.clip == np.inf:
         raise SystemExit(f"--batch-size must be at most {len(train)}; with --noise, --clip finite.")
     room = 8 * int(np.ceil((c.batch_size + 3 * c.batch_size**0.5) / 8))  # larger samples are cut
-    collate_fn = lambda examples: tuple(map(np.stack, zip(*examples, strict=True)))
 
     def sample(step):  # Poisson sampling: each example is drawn independently of the others
         rng = np.random.default_rng([c.run.seed, step])
-        drawn = rng.permutation(np.flatnonzero(rng.random(len(train)) < c.batch_size / len(train)))
-        return ([train[i] for i in drawn] + [(*train[0][:2], False)] * room)[:room]
+        is_drawn = rng.random(len(train)) < c.batch_size / len(train)
+        rows = rng.permutation(np.flatnonzero(is_drawn))[:room]
+        x, y, _ = train[0]
+        padding = [(x, y, False)] * (room - len(rows))
+        return [train[i] for i in rows] + padding
 
     def example_loss(model, x, y, real=True):
         logits = apply(model, x)
@@ -71,24 +76,21 @@ def main(c: Config) -> None:
         model,
         make_optimizer(c, len(train)),
         sample,  # called with the number of the epoch, which is one step
-        collate_fn=collate_fn,
         loss_fn=private_loss(example_loss, trainable, c.clip, c.noise, c.batch_size),
         batch_size=room,
         steps=c.steps,
         trainable=trainable,
         evaluation=rc.Evaluation(test, every=every, loss_fn=test_loss),
-        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=every)),
+        **run.fit_arguments | {"checkpoints": rc.Checkpoints(run.directory, every=every)},
     )
 
     end_training(run, state, c.steps)
     if jax.process_index() == 0:  # which has the metrics
-        history = rc.read_metrics(run.directory / "metrics.jsonl")
-        accuracies = {x["step"]: x["eval/accuracy"] for x in history if "eval/accuracy" in x}
-        epsilons = privacy_losses(c, len(train), room, accuracies)
-        line = {"DP-SGD": (epsilons, [*accuracies.values()])}
+        steps, accuracies = read_metric(run.directory, "eval/accuracy")
+        epsilons = privacy_losses(c, len(train), room, steps)
         file = run.directory / "accuracy_by_epsilon.png"
-        plot_lines(file, "epsilon", "validation accuracy", line)
-        report(run.directory, accuracy=accuracies[c.steps], epsilon=epsilons[-1], delta=c.delta)
+        plot_lines(file, "epsilon", "validation accuracy", {"DP-SGD": (epsilons, accuracies)})
+        report(run.directory, accuracy=accuracies[-1], epsilon=epsilons[-1], delta=c.delta)
 
 
 def private_loss(example_loss, trainable, clip, noise, batch_size):
@@ -103,10 +105,13 @@ def private_loss(example_loss, trainable, clip, noise, batch_size):
             scale = jnp.where(real, jnp.minimum(clip / optax.tree.norm(gradient), 1), 0)
             return jnp.where(real, value, 0), jax.tree.map(lambda g: scale * g, gradient)
 
-        losses, gradients = jax.vmap(clipped_gradient)(*batch)
+        losses, gradients = jax.vmap(clipped_gradient)(*batch)  # with the batch dimension first
+        gradient = jax.tree.map(lambda g: jnp.sum(g, axis=0), gradients)
+        if noise:
+            normal = optax.tree.random_like(key, trained)
+            gradient = jax.tree.map(lambda g, n: g + noise * clip * n, gradient, normal)
         # The size of the sample is private, so the sum is divided by the expected size.
-        noisy = lambda g, n: (jnp.sum(g, axis=0) + (noise * clip * n if noise else 0)) / batch_size
-        gradient = jax.tree.map(noisy, gradients, optax.tree.random_like(key, trained))
+        gradient = jax.tree.map(lambda g: g / batch_size, gradient)
         return rc.with_gradient(jnp.sum(losses) / batch_size, model, gradient)
 
     return loss_fn
@@ -116,29 +121,36 @@ def privacy_losses(c, examples, room, steps):
     """Computes epsilon after each number of steps: an upper bound, and nearly exact."""
     if c.noise == 0:
         return [np.inf for _ in steps]
-    make = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism
-    step = make(examples, c.batch_size / examples, room, c.noise, 1e-3)  # 1e-4 is slower
-    return [step.self_compose(n).get_epsilon_for_delta(c.delta) for n in steps]
+    privacy_loss_of = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism
+    sampling_rate, interval = c.batch_size / examples, 1e-3  # an interval of 1e-4 is slower
+    of_a_step = privacy_loss_of(examples, sampling_rate, room, c.noise, interval)
+    return [of_a_step.self_compose(n).get_epsilon_for_delta(c.delta) for n in steps]
 
 
 def classifier(c):
     """Returns the `init_fn` of a network, how to apply it, what to train, and the examples."""
     images, labels, names = read_images(c.data, size=32)
     init_fn = lambda key: eqx.nn.MLP(images[0].size, len(names), c.width, 1, jnp.tanh, key=key)
-    examples = [(x.ravel(), y, True) for x, y in zip(images, labels, strict=True)]
-    train = [x for i, x in enumerate(examples) if i % 5]
-    return init_fn, lambda model, x: model(x), eqx.is_inexact_array, train, examples[::5]
+    examples = [(image.ravel(), y, True) for image, y in zip(images, labels, strict=True)]
+    train = [example for i, example in enumerate(examples) if i % 5]
+    apply = lambda model, x: model(x)
+    return init_fn, apply, eqx.is_inexact_array, train, examples[::5]
 
 
 def language_model(c):
     """Returns the same for LoRA adapters of a language model."""
-    path = smollm2() if c.weights == "smollm2" else Path(c.weights)
-    tokenizer, model = read_tokenizer(path), rc.load_pretrained(path, dtype=jnp.float32)
+    path = weights_path(c.weights)
+    tokenizer = read_tokenizer(path)
+    model = rc.load_pretrained(path, dtype=jnp.float32)
     model = lora.add_adapters(model, 8, targets="layers/w[qkvo]", key=jax.random.key(c.run.seed))
-    encode = lambda text: tokenizer.encode(text).ids
-    rows = lambda texts: windows(map(encode, texts), c.seq)[:-1]  # the last one has padding
-    train, test = ([(x[:-1], x[1:], True) for x in rows(part)] for part in read_texts(c.text))
-    return model, lambda model, x: model(x[None])[0], lora.trainable(model), train, test[:64]
+
+    def examples_of(texts):
+        tokens = windows((tokenizer.encode(text).ids for text in texts), c.seq)
+        return [(x[:-1], x[1:], True) for x in tokens[:-1]]  # the last window has padding
+
+    train, test = map(examples_of, read_texts(c.text))
+    apply = lambda model, x: model(x[None])[0]
+    return model, apply, lora.trainable(model), train, test[:64]
 
 
 if __name__ == "__main__":

@@ -53,11 +53,12 @@ def main(c: Config) -> None:
     run = start(c, "distill_on_policy", split={"--batch-size": c.batch_size})
     task, keys = make_task(c.task, c.run.seed, c.test_problems), split_keys(run)
     if c.weights is not None and c.teacher_weights is not None:
-        policy, teacher = (published_policy(run, x) for x in (c.weights, c.teacher_weights))
+        policy = published_policy(run, c.weights)
+        teacher = published_policy(run, c.teacher_weights)
     else:
         right = dataclasses.replace(task, show=lambda problem, rng: problem.answer)
-        steps = c.teacher_steps
-        teacher = imitating_policy(run, right, "teacher", steps, width=c.teacher_width)
+        steps, width = c.teacher_steps, c.teacher_width
+        teacher = imitating_policy(run, right, "teacher", steps, width=width)
         policy = imitating_policy(run, task, "student", c.imitation_steps, width=c.width)
     # As a part of the model, the frozen teacher is sharded like the student.
     model = {"student": policy.model, "teacher": teacher.model}
@@ -67,26 +68,30 @@ def main(c: Config) -> None:
     optimizer = make_optimizer(c, c.batch_size * c.steps, weight_decay=0.0)
     loss_fn = ft.partial(distillation_loss, c, width)
     train, plan, loss = prepare(run, model, optimizer, loss_fn, rollout, trainable=TRAINABLE)
-    mesh, even = mesh_of(plan), np.full(len(task.train), 0.5)
+    mesh = mesh_of(plan)
+    solved = np.full(len(task.train), 0.5)  # all problems are as likely
 
     def collect(state, number):
-        choose = ft.partial(choose_problems, np.random.default_rng((c.run.seed, number)), even, 0.0)
-        key = jax.random.fold_in(keys.acting, number)
-        student = state["train"].model["student"]
-        rollout, new_tokens = state["rollout"], c.new_tokens or c.max_tokens
-        new = roll_out(
-            policy, student, task, rollout, choose, samples=1, new_tokens=new_tokens, key=key
+        rng = np.random.default_rng((c.run.seed, number))
+        rollout = roll_out(
+            policy,
+            state["train"].model["student"],
+            task,
+            state["rollout"],
+            ft.partial(choose_problems, rng, solved, 0.0),
+            samples=1,
+            new_tokens=c.new_tokens or c.max_tokens,
+            key=jax.random.fold_in(keys.acting, number),
         )
-        return (new,)
+        return (rollout,)
 
     def step(state, rollout):
         train, metrics = rc.train_step(
             state["train"], rollout, loss_fn=loss, optimizer=optimizer, trainable=TRAINABLE
         )
-        done = jnp.maximum(jnp.sum(rollout["done"]), 1).astype(jnp.float32)
-        return {"train": train, "rollout": rollout}, metrics | {
-            "reward": jnp.sum(rollout["reward"]) / done
-        }
+        answers = jnp.maximum(jnp.sum(rollout["done"]), 1).astype(jnp.float32)
+        metrics["reward"] = jnp.sum(rollout["reward"]) / answers
+        return {"train": train, "rollout": rollout}, metrics
 
     state = {"train": train, "rollout": jax.tree.map(jnp.asarray, rollout)}
     shardings = {"train": plan.shardings, "rollout": rc.batch_shardings(rollout, mesh)}
@@ -101,14 +106,15 @@ def main(c: Config) -> None:
 
 def distillation_loss(c, width, model, batch, key):
     mask = learned_tokens(batch)
-    logits = {name: token_logits(model[name], batch, width) for name in ("student", "teacher")}
     weight = {"weight": jnp.sum(mask)}
+    student_logits = token_logits(model["student"], batch, width)  # (rows, max_tokens, vocab)
+    teacher_logits = token_logits(model["teacher"], batch, width)
     if c.estimate == "full":
-        return losses.reverse_kl(logits["student"], logits["teacher"], mask=mask), weight
+        return losses.reverse_kl(student_logits, teacher_logits, mask=mask), weight
     # The policy gradient, in which the reward of a token is how much likelier the teacher finds it.
-    chosen = batch["tokens"][:, width:, None]
-    of_tokens = lambda x: jnp.take_along_axis(jax.nn.log_softmax(x), chosen, axis=-1)[..., 0]
-    student, teacher = of_tokens(logits["student"]), of_tokens(logits["teacher"])
+    tokens = batch["tokens"][:, width:, None]
+    of_tokens = lambda x: jnp.take_along_axis(jax.nn.log_softmax(x), tokens, axis=-1)[..., 0]
+    student, teacher = of_tokens(student_logits), of_tokens(teacher_logits)
     gains = jax.lax.stop_gradient(teacher - student)
     return losses.dapo(student, jax.lax.stop_gradient(student), gains, mask=mask), weight
 

@@ -46,18 +46,32 @@ def main(c: Config) -> None:
         return {"images": images.reshape(len(images), -1), "labels": labels}
 
     def distillation_loss(model, batch, key):
-        student, teacher = (jax.vmap(model[x])(batch["images"]) for x in ("student", "teacher"))
+        student = jax.vmap(model["student"])(batch["images"])  # logits, (batch, classes)
+        teacher = jax.vmap(model["teacher"])(batch["images"])
         return soft_and_hard_loss(c, student, teacher, batch["labels"])
 
-    def predict_fn(model, batch, key):
-        model = model["student"] if isinstance(model, dict) else model
-        return jax.nn.softmax(jax.vmap(model)(batch["images"]) / c.temperature)
+    def predict_fn(network, batch, key):
+        return jax.nn.softmax(jax.vmap(network)(batch["images"]) / c.temperature)
 
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    def predict_student(model, batch, key):
+        return predict_fn(model["student"], batch, key)
+
+    def test_outputs(network):
+        functions = {"collate_fn": collate_fn, "predict_fn": predict_fn}
+        outputs = rc.predict_examples(network, test, batch_size=c.batch_size, **functions)
+        return np.stack(outputs)  # (images, classes)
 
     def fit(model, examples, loss_fn, **options):
-        arguments = functions | run.fit_arguments | {"loss_fn": loss_fn, "steps": c.steps} | options
-        state = rc.fit(model, make_optimizer(c, len(examples)), examples, **arguments)
+        state = rc.fit(
+            model,
+            make_optimizer(c, len(examples)),
+            examples,
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=c.batch_size,
+            steps=c.steps,
+            **run.fit_arguments | options,
+        )
         exit_if_stopped(int(state.step), c.steps)
         return state.model
 
@@ -67,19 +81,27 @@ def main(c: Config) -> None:
     repeated = (labelled * len(train))[: len(train)]  # so that an epoch is as long
     plain = fit(network(c.width), repeated, label_loss, **apart("plain"))
     # As a part of the model, the frozen teacher is sharded like the student.
-    both = {"student": network(c.width), "teacher": teacher}
-    options = {"trainable": {"student": True, "teacher": False}}
-    options |= {"evaluation": rc.Evaluation(test, predict_fn=predict_fn, metric_fn=metric_fn)}
-    distilled = fit(both, labelled + unlabelled, distillation_loss, **options)
+    distilled = fit(
+        {"student": network(c.width), "teacher": teacher},
+        labelled + unlabelled,
+        distillation_loss,
+        trainable={"student": True, "teacher": False},
+        evaluation=rc.Evaluation(test, predict_fn=predict_student, metric_fn=metric_fn),
+    )
 
     plot_metric(run.directory, "loss")
-    models = distilled | {"plain": plain}
-    predict_all = lambda models, batch, key: {x: predict_fn(models[x], batch, key) for x in models}
-    outputs = rc.predict_examples(models, test, **functions, predict_fn=predict_all)
-    save_teacher(run.directory / "teacher.png", names, test, outputs)
-    accuracy = {x: metric_fn(test, [y[x] for y in outputs])["accuracy"] for x in models}
-    gain = accuracy["student"] - accuracy["plain"]
-    report(run.directory, **{f"{x}_accuracy": y for x, y in accuracy.items()}, gain=gain)
+    student = test_outputs(distilled["student"])
+    teacher = test_outputs(distilled["teacher"])
+    student_accuracy = metric_fn(test, student)["accuracy"]
+    plain_accuracy = metric_fn(test, test_outputs(plain))["accuracy"]
+    save_teacher(run.directory / "teacher.png", names, test[:16], teacher[:16])
+    report(
+        run.directory,
+        student_accuracy=student_accuracy,
+        teacher_accuracy=metric_fn(test, teacher)["accuracy"],
+        plain_accuracy=plain_accuracy,
+        gain=student_accuracy - plain_accuracy,
+    )
 
 
 def label_loss(model, batch, key):
@@ -98,14 +120,20 @@ def soft_and_hard_loss(c: Config, student, teacher, labels):
 
 
 def metric_fn(examples, outputs):
-    return {"accuracy": np.mean(np.argmax(outputs, axis=1) == [y for _, y in examples])}
+    _, labels = zip(*examples, strict=True)
+    return {"accuracy": np.mean(np.argmax(outputs, axis=1) == labels)}
 
 
-def save_teacher(file: Path, names, test, outputs) -> None:
-    """Saves a picture of test images with the teacher's two most likely classes."""
-    soft = [output["teacher"] for output in outputs[:16]]
-    titles = [", ".join(f"{names[k]}: {p[k]:.0%}" for k in np.argsort(-p)[:2]) for p in soft]
-    save_pictures(file, [x.transpose(1, 2, 0) for x, _ in test[:16]], titles)
+def save_teacher(file: Path, names, examples, outputs) -> None:
+    """Saves a picture of images with the teacher's two most likely classes."""
+    titles = []
+    for probabilities in outputs:
+        first, second = np.argsort(-probabilities)[:2]
+        titles.append(
+            f"{names[first]}: {probabilities[first]:.0%}, "
+            f"{names[second]}: {probabilities[second]:.0%}"
+        )
+    save_pictures(file, [image.transpose(1, 2, 0) for image, _ in examples], titles)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def main(c: Config) -> None:
         return _dry_run_command.main(c)
     if c.smallest or c.longest or c.compare:
         refuse("Only one of --smallest, --longest, --compare and --table1 can be used.")
-    if other := chosen(c) - {"table1", "rows", "columns", "out", "json"}:
-        refuse(f"--table1 has its own models and settings: leave out {written(other)}.")
+    if ignored := chosen(c) - {"table1", "rows", "columns", "out", "json"}:
+        refuse(f"--table1 has its own models and settings: leave out {written(ignored)}.")
     with _dry_run_command.refusing():
         print_table1(c.out, rows=c.rows, columns=c.columns, as_json=c.json)
 

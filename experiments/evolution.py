@@ -13,7 +13,6 @@ import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, mean_return, sizes
@@ -38,42 +37,49 @@ class Config:
 def main(c: Config) -> None:
     discrete = c.environment == "CartPole-v1"
     size, actions = sizes(c.environment, discrete=discrete, on_device=True)
-    run, act = start(c, "evolution"), ft.partial(action, discrete)
+    run = start(c, "evolution")
+    act = ft.partial(choose_action, discrete)
     train_key, test_key = jax.random.split(run.key)
-    arguments = run.fit_arguments | {"key": train_key}
     state = rc.fit(
         lambda key: eqx.nn.MLP(size, actions, c.width, 1, jnp.tanh, key=key),
         optax.adam(c.learning_rate),
         range(c.perturbations),  # in each step, all of them
-        collate_fn=np.array,
         loss_fn=evolution_loss(c.sigma, ft.partial(play, ENVIRONMENTS[c.environment], act)),
         batch_size=c.perturbations,
         steps=c.steps,
-        **arguments,
+        **run.fit_arguments | {"key": train_key},
     )
     exit_if_stopped(int(state.step), c.steps)
     plot_metric(run.directory, "return")
-    policy = eqx.filter_jit(lambda seen, key: jax.vmap(act, (None, 0))(state.model, seen))
-    test_return = mean_return(c.environment, policy, episodes=c.episodes, key=test_key)
+
+    @eqx.filter_jit
+    def trained_policy(observations, key):
+        return jax.vmap(act, (None, 0))(state.model, observations)
+
+    test_return = mean_return(c.environment, trained_policy, episodes=c.episodes, key=test_key)
     report(run.directory, mean_return=test_return)
 
 
-def action(discrete, policy, observation):
+def choose_action(discrete, policy, observation):
     output = policy(observation)
-    return jnp.argmax(output) if discrete else jnp.tanh(output)
+    if discrete:
+        return jnp.argmax(output)
+    return jnp.tanh(output)
 
 
 def play(environment, act, policy, key):
     """The return of an episode."""
 
     def step(state, _):
-        env_state, alive, total = state
-        chosen = act(policy, environment.observe(env_state))
-        env_state, reward, terminated = environment.step(env_state, chosen)
-        return (env_state, alive & ~terminated, total + jnp.where(alive, reward, 0)), None
+        env_state, alive, episode_return = state
+        action = act(policy, environment.observe(env_state))
+        env_state, reward, terminated = environment.step(env_state, action)
+        episode_return += jnp.where(alive, reward, 0)
+        return (env_state, alive & ~terminated, episode_return), None
 
-    first = environment.reset(key), jnp.bool_(True), jnp.zeros(())
-    return jax.lax.scan(step, first, length=environment.limit)[0][2]
+    initial = environment.reset(key), jnp.bool_(True), jnp.zeros(())
+    (_, _, episode_return), _ = jax.lax.scan(step, initial, length=environment.limit)
+    return episode_return
 
 
 def evolution_loss(sigma, play):
@@ -86,10 +92,11 @@ def evolution_loss(sigma, play):
         def play_both(index):
             noise_key, play_key = jax.random.split(jax.random.fold_in(key, index))
             noise = sigma * jax.random.normal(noise_key, weights.shape)
-            perturbed = lambda sign: eqx.combine(unravel(weights + sign * noise), static)
-            return noise, jnp.stack([play(perturbed(sign), play_key) for sign in (1, -1)])
+            plus = eqx.combine(unravel(weights + noise), static)
+            minus = eqx.combine(unravel(weights - noise), static)
+            return noise, jnp.stack([play(plus, play_key), play(minus, play_key)])
 
-        noise, returns = jax.vmap(play_both)(perturbations)
+        noise, returns = jax.vmap(play_both)(perturbations)  # (pairs, weights), (pairs, 2)
         fitness = centred_ranks(returns.ravel()).reshape(returns.shape)
         ascent = (fitness[:, 0] - fitness[:, 1]) @ noise / (returns.size * sigma**2)
         loss = rc.with_gradient(-jnp.mean(returns), policy, unravel(-ascent))

@@ -20,7 +20,7 @@ import optax
 from _common import exit_if_stopped, report, start
 from _images import read_images
 from _options import Maybe, refuse
-from _plots import plot_lines, plot_metric, plt, save_predictions
+from _plots import plot_lines, plot_metric, plt, read_metric, save_predictions
 from jax.flatten_util import ravel_pytree
 
 import redcoast as rc
@@ -48,43 +48,48 @@ def main(c: Config) -> None:
         refuse("--per-round must be at most --clients, --alpha above 0, and --stragglers up to 1.")
     run = start(c, "federated")
     images, labels, names = read_images(c.data, size=32)
-    vectors, held_out = images.reshape(len(images), -1), np.arange(len(images)) % 5 == 0
-    train, test = ([*zip(vectors[x], labels[x], strict=True)] for x in (~held_out, held_out))
+    vectors = images.reshape(len(images), -1)
+    held_out = np.arange(len(images)) % 5 == 0
+    train = vectors[~held_out], labels[~held_out]
+    train_examples = [*zip(*train, strict=True)]
+    test = [*zip(vectors[held_out], labels[held_out], strict=True)]
     clients = split_by_class(labels[~held_out], c)
     init_fn = lambda key: eqx.nn.MLP(vectors.shape[1], len(names), c.width, depth=1, key=key)
-    functions = PREDICT | {"loss_fn": batch_loss, "metric_fn": metric_fn}
+    functions = {"loss_fn": batch_loss, "predict_fn": predict_fn, "metric_fn": metric_fn}
     every = max(1, c.steps // 20)
     state = rc.fit(
         lambda key: with_controls(c, init_fn(key)),
         server_optimizer(c),
         lambda epoch: choose_clients(c, epoch),  # an epoch is one round
-        collate_fn=collate_clients(c, train, clients),
+        collate_fn=collate_clients(c, *train, clients),
         loss_fn=round_loss(c),
         batch_size=c.per_round,
         steps=c.steps,
         trainable={"network": eqx.is_inexact_array, "controls": False},
         evaluation=rc.Evaluation(test, every=every, **functions),
-        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=5 * every)),
+        **run.fit_arguments | {"checkpoints": rc.Checkpoints(run.directory, every=5 * every)},
     )
     exit_if_stopped(int(state.step), c.steps)
     steps, directory = c.steps * c.local_steps, run.directory / "centralised"
     centralised = rc.fit(  # the same initial network on all images, with as many gradient steps
         lambda key: {"network": init_fn(key)},
         optax.sgd(c.local_rate),
-        train,
-        collate_fn=collate_pairs,
+        train_examples,
         loss_fn=batch_loss,
         batch_size=c.per_round * c.local_batch,
         steps=steps,
         evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
-        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(directory, every=500), log=None),
+        **run.fit_arguments | {"checkpoints": rc.Checkpoints(directory, every=500), "log": None},
     )
     exit_if_stopped(int(centralised.step), steps)
     plot_metric(run.directory, "loss")
-    classes = rc.predict_examples(state.model, test[:16], batch_size=16, **PREDICT)
-    pictures = [*images[held_out][:16].transpose(0, 2, 3, 1)]
-    shown = pictures, [names[y] for _, y in test[:16]], [names[y] for y in classes]
-    save_predictions(run.directory / "predictions.png", *shown)
+    predicted = rc.predict_examples(state.model, test[:16], predict_fn=predict_fn, batch_size=16)
+    save_predictions(
+        run.directory / "predictions.png",
+        images[held_out][:16].transpose(0, 2, 3, 1),  # (images, height, width, channels)
+        np.take(names, labels[held_out][:16]),
+        np.take(names, predicted),
+    )
     if jax.process_index() == 0:  # which has the metrics
         plot_clients(run.directory / "clients.png", labels[~held_out], clients, names)
         report_accuracies(c, run.directory)
@@ -96,9 +101,8 @@ def choose_clients(c, round_number):
     return rng.choice(c.clients, c.per_round, replace=False).tolist()
 
 
-def collate_clients(c, examples, clients):
+def collate_clients(c, images, labels, clients):
     """Returns a function from clients to the images of their local steps."""
-    images, labels = collate_pairs(examples)
     size = (c.local_steps, c.local_batch)
 
     def collate_fn(chosen, rngs):
@@ -117,7 +121,7 @@ def collate_clients(c, examples, clients):
             "client": np.array(chosen, np.int32),
             "weight": np.array(weights, np.float32),
             "active": np.float32(np.arange(c.local_steps) < np.array(steps)[:, None]),
-            "x": images[rows],
+            "x": images[rows],  # (clients, local steps, local batch, pixels)
             "y": labels[rows],
         }
 
@@ -154,12 +158,12 @@ def round_loss(c):
         if c.method == "scaffold":
             correction = jnp.mean(controls, axis=0, keepdims=True) - controls[batch["client"]]
         of_client = lambda correction, batch: train_client(start, unflatten, correction, batch)
-        updates, losses, new = jax.vmap(of_client)(correction, batch)
+        updates, losses, new_controls = jax.vmap(of_client)(correction, batch)
         # All that is summed over clients is one array, so a round has one all-reduce.
         sums = batch["weight"] @ jnp.column_stack([updates, losses, jnp.ones(c.per_round)])
         update, loss = sums[:-2] / sums[-1], sums[-2] / sums[-1]
         if c.method == "scaffold":
-            controls = controls.at[batch["client"]].set(new)
+            controls = controls.at[batch["client"]].set(new_controls)
         gradient = {"network": unflatten(-update), "controls": None}
         after = {"network": model["network"], "controls": controls}
         return rc.with_gradient(loss, model, gradient), {}, after
@@ -169,10 +173,12 @@ def round_loss(c):
 
 def server_optimizer(c):
     rate = c.server_rate
-    if rate is None:
-        rate = {"fedadam": 0.01}.get(c.method, 1.0)
     if c.method == "fedadam":
+        if rate is None:
+            rate = 0.01
         return optax.adam(rate, b1=0.9, b2=0.99, eps=1e-3)
+    if rate is None:
+        rate = 1.0
     return optax.sgd(rate)
 
 
@@ -188,35 +194,35 @@ def mean_loss(network, x, y):
 
 
 def batch_loss(model, batch, key):
-    return mean_loss(model["network"], *batch)
+    x, y = batch
+    return mean_loss(model["network"], x, y)
 
 
 def predict_fn(model, batch, key):
-    return jnp.argmax(jax.vmap(model["network"])(batch[0]), axis=1)
+    x, _ = batch
+    return jnp.argmax(jax.vmap(model["network"])(x), axis=1)
 
 
 def metric_fn(examples, outputs):
-    return {"accuracy": np.mean(np.array(outputs) == [label for _, label in examples])}
-
-
-def collate_pairs(examples):
-    return tuple(map(np.stack, zip(*examples, strict=True)))
-
-
-PREDICT = {"collate_fn": collate_pairs, "predict_fn": predict_fn}
+    _, labels = zip(*examples, strict=True)
+    return {"accuracy": np.mean(np.equal(outputs, labels))}
 
 
 def split_by_class(labels, c):
     """Splits the rows of each class over the clients, in shares of a Dirichlet distribution."""
     rng = np.random.default_rng([c.run.seed])
-    parts = [[] for _ in range(c.clients)]
+    clients = [[] for _ in range(c.clients)]
     for label in np.unique(labels):
         of_class = rng.permutation(np.flatnonzero(labels == label))
-        ends = np.cumsum(rng.dirichlet(np.full(c.clients, c.alpha)))[:-1] * len(of_class)
-        for part, rows in zip(parts, np.split(of_class, ends.astype(int)), strict=True):
-            part.extend(rows.tolist())
+        shares = rng.dirichlet(np.full(c.clients, c.alpha))
+        ends = np.cumsum(shares)[:-1] * len(of_class)
+        for client, rows in zip(clients, np.split(of_class, ends.astype(int)), strict=True):
+            client.extend(rows.tolist())
     # A client without images gets one, so that each can take part.
-    return [part or [int(rng.integers(len(labels)))] for part in parts]
+    for client in clients:
+        if not client:
+            client.append(int(rng.integers(len(labels))))
+    return clients
 
 
 def plot_clients(file, labels, clients, names):
@@ -231,14 +237,11 @@ def plot_clients(file, labels, clients, names):
 
 def report_accuracies(c, directory):
     """Plots the test accuracy after each round, and that of centralised training."""
-    runs = {c.method: (directory, 1), "centralised": (directory / "centralised", c.local_steps)}
-    lines = {}
-    for name, (of_run, steps) in runs.items():
-        history = [x for x in rc.read_metrics(of_run / "metrics.jsonl") if "eval/accuracy" in x]
-        lines[name] = [x["step"] / steps for x in history], [x["eval/accuracy"] for x in history]
+    rounds, accuracies = read_metric(directory, "eval/accuracy")
+    steps, centralised = read_metric(directory / "centralised", "eval/accuracy")
+    lines = {c.method: (rounds, accuracies), "centralised": (steps / c.local_steps, centralised)}
     plot_lines(directory / "accuracy.png", "round", "test accuracy", lines)
-    accuracy, centralised = (accuracies[-1] for _, accuracies in lines.values())
-    report(directory, accuracy=accuracy, centralised_accuracy=centralised)
+    report(directory, accuracy=accuracies[-1], centralised_accuracy=centralised[-1])
 
 
 if __name__ == "__main__":

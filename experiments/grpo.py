@@ -69,49 +69,69 @@ def main(c: Config) -> None:
 
     rollout = blank_rollout(rows, width, c.max_tokens)
     zeros = {"reference": rollout["log_probs"], "advantage": rollout["reward"]}
-    part = jax.tree.map(lambda x: x[0], minibatches(c, rollout | zeros))
+    minibatch = jax.tree.map(lambda x: x[0], minibatches(c, rollout | zeros))
     updates = c.steps * c.epochs * c.minibatches
     rate = optax.warmup_cosine_decay_schedule(0, c.learning_rate, updates // 20, updates)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     loss_fn = ft.partial(policy_loss, c, width)
-    train, plan, loss = prepare(run, model, optimizer, loss_fn, part, trainable=trainable)
+    train, plan, loss = prepare(run, model, optimizer, loss_fn, minibatch, trainable=trainable)
     fit = ft.partial(rc.train_steps, loss_fn=loss, optimizer=optimizer, trainable=trainable)
-    without = lambda model, batch: token_log_probs(lora.without_adapters(model), batch, width)
-    score_before = plan.constrain(without)
-    # The model at the start: the trained one without its adapters, or a copy.
-    frozen = None if c.rank else eqx.filter_shard(model, plan.shardings.model)
-    test = ft.partial(accuracy, policy, task=task, new_tokens=c.max_tokens, mesh=mesh_of(plan))
+    mesh = mesh_of(plan)
+    # The reference is the model at the start: the trained one without its adapters, or a copy.
+    start_model = None
+    if not c.rank:
+        start_model = eqx.filter_shard(model, plan.shardings.model)
+
+    @plan.constrain
+    def reference_log_probs(model, batch):
+        return token_log_probs(lora.without_adapters(model), batch, width)
+
+    test = ft.partial(accuracy, policy, task=task, new_tokens=c.max_tokens, mesh=mesh)
     before = test(model)
 
     def collect(state, number):
         rng, solved = np.random.default_rng((c.run.seed, number)), np.asarray(state["solved"])
-        choose = ft.partial(choose_problems, rng, solved, c.difficulty)
-        key, model = jax.random.fold_in(keys.acting, number), state["train"].model
-        new_tokens = c.new_tokens or c.max_tokens
-        options = {"samples": c.samples, "new_tokens": new_tokens, "exact": c.exact}
-        return roll_out(policy, model, task, state["rollout"], choose, key=key, **options), frozen
+        rollout = roll_out(
+            policy,
+            state["train"].model,
+            task,
+            state["rollout"],
+            ft.partial(choose_problems, rng, solved, c.difficulty),
+            samples=c.samples,
+            new_tokens=c.new_tokens or c.max_tokens,
+            key=jax.random.fold_in(keys.acting, number),
+            exact=c.exact,
+        )
+        return rollout, start_model
 
-    def step(state, rollout, frozen):
+    def step(state, rollout, start_model):
         train = state["train"]
-        reference = score_before(train.model if frozen is None else frozen, rollout)
-        groups = rollout["reward"].reshape(c.prompts, c.samples)
-        data = rollout | {"reference": reference, "advantage": advantages(c, groups).reshape(-1)}
+        if start_model is None:
+            start_model = train.model
+        reference = reference_log_probs(start_model, rollout)
+        rewards = rollout["reward"].reshape(c.prompts, c.samples)
+        advantage = advantages(c, rewards).reshape(-1)
+        data = rollout | {"reference": reference, "advantage": advantage}
         train, metrics = fit(train, minibatches(c, data))
         # How often a problem was solved, half of which is what it was before.
-        problem, done = rollout["problem"][:: c.samples], rollout["done"][:: c.samples]
-        known = state["solved"][problem]
-        mean = jnp.where(done, (known + jnp.mean(groups, axis=1)) / 2, known)
+        problem, is_done = rollout["problem"][:: c.samples], rollout["done"][:: c.samples]
+        solved_before = state["solved"][problem]
+        mean = (solved_before + jnp.mean(rewards, axis=1)) / 2
+        solved = jnp.where(is_done, mean, solved_before)
         after = {
             "train": train,
             "rollout": rollout,
-            "solved": state["solved"].at[problem].set(mean),
+            "solved": state["solved"].at[problem].set(solved),
         }
         return after, jax.tree.map(jnp.mean, metrics) | of_answers(data)
 
     solved = jnp.full(len(task.train), 0.5, jnp.float32)
     state = {"train": train, "rollout": jax.tree.map(jnp.asarray, rollout), "solved": solved}
-    shardings = {"train": plan.shardings, "rollout": rc.batch_shardings(rollout, mesh_of(plan))}
-    shardings |= {"solved": NamedSharding(mesh_of(plan), P())}
+    shardings = {
+        "train": plan.shardings,
+        "rollout": rc.batch_shardings(rollout, mesh),
+        "solved": NamedSharding(mesh, P()),
+    }
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "reward")
@@ -132,7 +152,8 @@ def minibatches(c, data):
 
 
 def policy_loss(c, width, model, batch, key):
-    new, mask = token_log_probs(model, batch, width, exact=c.exact), learned_tokens(batch)
+    new = token_log_probs(model, batch, width, exact=c.exact)  # (rows, max_tokens)
+    mask = learned_tokens(batch)
     options = {"mask": mask, "clip": (c.clip_low, c.clip_high)}
     if c.kl_weight:
         options |= {"reference_log_probs": batch["reference"], "kl_weight": c.kl_weight}

@@ -34,15 +34,17 @@ def main(c: Config) -> None:
     run = start(c, "image_classification")
     images, labels, names = read_images(c.data, c.size)
     examples = [*zip(images, labels, strict=True)]
-    split = {"random_state": c.run.seed, "stratify": labels}
-    train, test = train_test_split(examples, test_size=0.2, **split)
+    train, test = train_test_split(
+        examples, test_size=0.2, random_state=c.run.seed, stratify=labels
+    )
 
     def collate_fn(examples, rngs=None):
-        images, labels = zip(*examples, strict=True)
+        images, labels = map(np.stack, zip(*examples, strict=True))
         if rngs is not None:  # it is None in evaluation
-            moves = [(0, *rng.integers(-c.shift, c.shift + 1, size=2)) for rng in rngs]
-            images = [ndimage.shift(x, m, order=0) for x, m in zip(images, moves, strict=True)]
-        return {"images": np.stack(images), "labels": np.array(labels)}
+            for i, rng in enumerate(rngs):
+                down, right = rng.integers(-c.shift, c.shift + 1, size=2)
+                images[i] = ndimage.shift(images[i], (0, down, right), order=0)
+        return {"images": images, "labels": labels}  # (batch, channels, height, width), (batch,)
 
     def loss_fn(model, batch, key):
         logits = jax.vmap(model)(batch["images"])
@@ -52,38 +54,62 @@ def main(c: Config) -> None:
         return jnp.argmax(jax.vmap(model)(batch["images"]), axis=1)
 
     def metric_fn(examples, outputs):
-        return {"accuracy": metrics.accuracy_score([label for _, label in examples], outputs)}
+        _, labels = zip(*examples, strict=True)
+        return {"accuracy": metrics.accuracy_score(labels, outputs)}
 
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
     state = rc.fit(
         lambda key: make_network(images.shape[1], c.channels, len(names), key),
         # With a smaller `eps`, Adam amplifies the rounding of gradients that are almost 0.
         make_optimizer(c, len(train), eps=1e-6),
         train,
-        **functions,
+        collate_fn=collate_fn,
         loss_fn=loss_fn,
+        batch_size=c.batch_size,
         steps=c.steps,
         evaluation=rc.Evaluation(test, predict_fn=predict_fn, metric_fn=metric_fn),
         **run.fit_arguments,
     )
 
     end_training(run, state, c.steps)
-    predicted = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
-    shown = {"target_names": names, "zero_division": 0}  # also of classes that are never predicted
-    table = metrics.classification_report([y for _, y in test], predicted, **shown)
+    predicted = rc.predict_examples(
+        state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
+    )
+    test_images, test_labels = map(np.stack, zip(*test, strict=True))
+    table = metrics.classification_report(
+        test_labels,
+        predicted,
+        target_names=names,
+        zero_division=0,  # of classes that are never predicted
+    )
     print_once(str(table))
-    pictures, classes = zip(*((x.transpose(1, 2, 0), names[y]) for x, y in test[:32]), strict=True)
-    guesses = [names[y] for y in predicted[:32]]
-    save_predictions(run.directory / "predictions.png", pictures, classes, guesses)
-    report(run.directory, accuracy=metric_fn(test, predicted)["accuracy"])
+    save_predictions(
+        run.directory / "predictions.png",
+        test_images[:32].transpose(0, 2, 3, 1),  # (images, height, width, channels)
+        np.take(names, test_labels[:32]),
+        np.take(names, predicted[:32]),
+    )
+    report(run.directory, **metric_fn(test, predicted))
 
 
 def make_network(inputs: int, n: int, classes: int, key: jax.Array) -> eqx.nn.Sequential:
-    a, b, c, d = jax.random.split(key, 4)
-    conv, relu = eqx.Partial(eqx.nn.Conv2d, kernel_size=3, padding=1), eqx.nn.Lambda(jax.nn.relu)
-    fine = [conv(inputs, n, key=a), relu, conv(n, n, key=b), relu, eqx.nn.MaxPool2d(2, 2)]
-    coarse = [conv(n, 2 * n, key=c), relu, eqx.nn.AdaptiveAvgPool2d(4), eqx.nn.Lambda(jnp.ravel)]
-    return eqx.nn.Sequential([*fine, *coarse, eqx.nn.Linear(32 * n, classes, key=d)])
+    """Three convolutions with `n`, `n` and `2 n` channels, and a linear layer."""
+    keys = jax.random.split(key, 4)
+    conv = eqx.Partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
+    relu = eqx.nn.Lambda(jax.nn.relu)
+    return eqx.nn.Sequential(
+        [
+            conv(inputs, n, key=keys[0]),
+            relu,
+            conv(n, n, key=keys[1]),
+            relu,
+            eqx.nn.MaxPool2d(2, 2),
+            conv(n, 2 * n, key=keys[2]),
+            relu,
+            eqx.nn.AdaptiveAvgPool2d(4),  # (2 n, 4, 4) for images of any size
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.Linear(32 * n, classes, key=keys[3]),
+        ]
+    )
 
 
 if __name__ == "__main__":

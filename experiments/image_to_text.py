@@ -1,6 +1,7 @@
 """Trains an image captioner, a ViT and a GPT-2, to write the names of characters or of emoji."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,25 +53,28 @@ def main(c: Config) -> None:
     images, names = zip(*test, strict=True)
     train_images, train_names = zip(*train, strict=True)
     if c.weights is None:
-        tokenizer = make_tokenizer(train)
+        tokenizer = make_tokenizer(train_names)
         config = make_config(c, tokenizer.get_vocab_size())
         model = lambda key: Captioner(config, key=key)
         mean, std = np.mean(train_images), np.std(train_images)
     else:
         tokenizer, config, model = read_tokenizer(c.weights), pretrained.config, pretrained
         mean, std = 0.5, 0.5  # published captioners take pixels from -1 to 1
-    around = lambda tokens: [config.decoder_start, *tokens, config.eos[0]]
-    texts = {name: around(tokenizer.encode(name).ids) for name in train_names + names}
-    length = max(map(len, texts.values())) - 1  # without the token that captions start with
+    captions = {}
+    for name in train_names + names:
+        captions[name] = [config.decoder_start, *tokenizer.encode(name).ids, config.eos[0]]
+    length = max(map(len, captions.values())) - 1  # without the token that captions start with
 
     def collate_fn(pairs):
         images, names = zip(*pairs, strict=True)
-        padded = [texts[name] + [-1] * (length + 1 - len(texts[name])) for name in names]
         pixels = (np.stack(images).transpose(0, 3, 1, 2) - np.float32(mean)) / np.float32(std)
-        return {"pixels": pixels, "tokens": np.array(padded, np.int32)}
+        tokens = np.full((len(names), length + 1), -1, np.int32)
+        for row, name in zip(tokens, names, strict=True):
+            row[: len(captions[name])] = captions[name]
+        return {"pixels": pixels, "tokens": tokens}
 
     def loss_fn(model, batch, key):
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]  # (batch, length)
         logits = model(batch["pixels"], jnp.maximum(inputs, 0), key=key)
         loss = losses.cross_entropy(logits, targets, mask=targets >= 0)
         return loss, {"weight": jnp.sum(targets >= 0)}
@@ -78,28 +82,32 @@ def main(c: Config) -> None:
     def predict_fn(model, batch, key):
         return rc.generate(model, batch["pixels"], max_new_tokens=length, beams=c.beams)
 
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    prediction = {"predict_fn": predict_fn, "output_fn": tokenizer.decode_batch}
+    functions = {"predict_fn": predict_fn, "output_fn": tokenizer.decode_batch}
     state = rc.fit(
         model,
         make_optimizer(c, len(train)),
         train,
-        **functions,
+        collate_fn=collate_fn,
         loss_fn=loss_fn,
+        batch_size=c.batch_size,
         steps=c.steps,
-        evaluation=rc.Evaluation(test, every=c.steps // 4 or 1, **prediction, metric_fn=metric_fn),
+        evaluation=rc.Evaluation(test, every=c.steps // 4 or 1, metric_fn=metric_fn, **functions),
         **run.fit_arguments,
     )
 
     end_training(run, state, c.steps)
-    captions = rc.predict_examples(state.model, test, **functions, **prediction)
-    titles = [f"{x}\n(is {name})" for x, name in zip(captions, names, strict=True)]
+    written = rc.predict_examples(
+        state.model, test, collate_fn=collate_fn, batch_size=c.batch_size, **functions
+    )
+    titles = [f"{text}\n(is {name})" for text, name in zip(written, names, strict=True)]
     every = -(-len(test) // 32)
     save_pictures(run.directory / "captions.png", images[::every], titles[::every])
-    flat, train_flat = (np.reshape(x, (len(x), -1)) for x in (images, train_images))
-    nearest = [train_names[i] for i in pairwise_distances_argmin(flat, train_flat)]
+    # The baseline: the name of the most similar image of the training set.
+    pixels = np.reshape(images, (len(images), -1))
+    train_pixels = np.reshape(train_images, (len(train_images), -1))
+    nearest = np.take(train_names, pairwise_distances_argmin(pixels, train_pixels))
     baseline = metric_fn(test, nearest)["rouge_l"]
-    report(run.directory, **metric_fn(test, captions), rouge_l_of_the_nearest_image=baseline)
+    report(run.directory, **metric_fn(test, written), rouge_l_of_the_nearest_image=baseline)
 
 
 def read_pairs(data: str, size: int) -> list[tuple[np.ndarray, str]]:
@@ -117,28 +125,33 @@ def read_pairs(data: str, size: int) -> list[tuple[np.ndarray, str]]:
 
 
 def metric_fn(pairs, captions) -> dict[str, float]:
-    rouge = RougeScorer(["rougeL"]).score
-    exact, scores = [], []
+    scorer, exact, rouge_l = RougeScorer(["rougeL"]), [], []
     for (_, name), caption in zip(pairs, captions, strict=True):
         exact.append(name == caption)
-        scores.append(rouge(name, caption)["rougeL"].fmeasure)
-    return {"exact_match": float(np.mean(exact)), "rouge_l": float(np.mean(scores))}
+        rouge_l.append(scorer.score(name, caption)["rougeL"].fmeasure)
+    return {"exact_match": float(np.mean(exact)), "rouge_l": float(np.mean(rouge_l))}
 
 
 def split(pairs):
     """Holds out an eighth of the names with all their images, so captions have to be composed."""
-    held_out = {*sorted({name for _, name in pairs})[::8]}
-    train = [pair for pair in pairs if pair[1] not in held_out]
+    held_out = sorted({name for _, name in pairs})[::8]
+    train, test, words = [], [], set()
+    for image, name in pairs:
+        if name not in held_out:
+            train.append((image, name))
+            words.update(name.split())
     # No model could write a word that is in no name of the training set.
-    words = {word for _, name in train for word in name.split()}
-    return train, [x for x in pairs if x[1] in held_out and words.issuperset(x[1].split())]
+    for image, name in pairs:
+        if name in held_out and words.issuperset(name.split()):
+            test.append((image, name))
+    return train, test
 
 
-def make_tokenizer(pairs) -> Tokenizer:
+def make_tokenizer(names: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel())
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordLevelTrainer(special_tokens=["<end>"], show_progress=False)  # token 0
-    tokenizer.train_from_iterator((name for _, name in pairs), trainer)
+    tokenizer.train_from_iterator(names, trainer)
     return tokenizer
 
 

@@ -43,34 +43,48 @@ def main(c: Config) -> None:
     # Data: examples are windows of one long array of tokens.
     texts, valid_texts = read_texts(c.text)
     encode, decode, vocab = make_tokenizer(c, texts)
-    train, valid = (windows(map(encode, part), c.seq) for part in (texts, valid_texts))
+    train = windows(map(encode, texts), c.seq)  # (windows, seq + 1)
+    valid = windows(map(encode, valid_texts), c.seq)
     # Bits per byte can be compared between tokenizers; nats per token cannot.
-    bits_per_nat = np.sum(valid[:, 1:] >= 0) / len("".join(valid_texts).encode()) / np.log(2)
+    valid_bytes = len("".join(valid_texts).encode())
+    tokens_per_byte = np.sum(valid[:, 1:] >= 0) / valid_bytes
 
     def loss_fn(model, batch, key):
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        logits = model(inputs).astype(jnp.float32)
+        inputs, targets = batch[:, :-1], batch[:, 1:]  # (batch, seq)
+        logits = model(inputs).astype(jnp.float32)  # (batch, seq, vocab)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         loss = jnp.mean(losses, where=targets >= 0)
-        return loss, {"weight": jnp.sum(targets >= 0), "bits_per_byte": loss * bits_per_nat}
+        bits_per_byte = loss * (tokens_per_byte / np.log(2))
+        return loss, {"weight": jnp.sum(targets >= 0), "bits_per_byte": bits_per_byte}
 
     # `fit` plans the model before creating it, so it may be larger than the memory of a device.
     sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, 32 * round(c.width / 12))
-    init_fn = lambda key: Llama(sizes, key=key)
-    optimizer = make_optimizer(c, len(train), b2=0.95, weight_decay=0.1)
-    evaluation = rc.Evaluation(valid, every=max(1, c.steps // 4))
-    options = {"loss_fn": loss_fn, "batch_size": c.batch_size, "accumulate": c.accumulate}
-    options |= {"steps": c.steps, "evaluation": evaluation, "compute_dtype": jnp.dtype(c.dtype)}
-    state = rc.fit(init_fn, optimizer, train, collate_fn=np.stack, **options, **run.fit_arguments)
+    state = rc.fit(
+        lambda key: Llama(sizes, key=key),
+        make_optimizer(c, len(train), b2=0.95, weight_decay=0.1),
+        train,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
+        accumulate=c.accumulate,
+        steps=c.steps,
+        compute_dtype=jnp.dtype(c.dtype),
+        evaluation=rc.Evaluation(valid, every=max(1, c.steps // 4)),
+        **run.fit_arguments,
+    )
 
     exit_if_stopped(int(state.step), c.steps)
-    bits = plot_metric(run.directory, "bits_per_byte")
+    bits_per_byte = plot_metric(run.directory, "bits_per_byte")
     prompt = np.fromiter(encode(c.prompt), np.int32)[: c.seq // 2]
-    sampling = {"max_new_tokens": c.seq - len(prompt), "temperature": 0.8, "key": run.key}
-    new = rc.generate(state.model, prompt[None], **sampling)[0]
-    text = decode([*prompt.tolist(), *new.tolist()])
+    new_tokens = rc.generate(
+        state.model,
+        prompt[None],
+        max_new_tokens=c.seq - len(prompt),
+        temperature=0.8,
+        key=run.key,
+    )[0]
+    text = decode([*prompt.tolist(), *new_tokens.tolist()])
     save_samples(run.directory, text)
-    report(run.directory, validation_bits_per_byte=bits)
+    report(run.directory, validation_bits_per_byte=bits_per_byte)
 
 
 def make_tokenizer(c: Config, texts: list[str]):

@@ -22,9 +22,17 @@ import numpy as np
 import optax
 from _common import Started, confidence_95, exit_if_stopped, report, start
 from _extras import from_extra
-from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
+from _learner import (
+    copy_arrays,
+    mesh_of,
+    on_one_device,
+    prepare,
+    run_learner,
+    scan_steps,
+    split_keys,
+)
 from _options import refuse
-from _plots import plt
+from _plots import plt, read_metric
 from _replay import add, empty_buffer, sample
 
 import redcoast as rc
@@ -59,33 +67,42 @@ def main(c: Config) -> None:
             f"{c.num_envs} x {EPISODE}, the steps of an episode in each environment."
         )
     run = start(c, "maddpg", split={"--num-envs": c.num_envs})
-    models = {name: train(c, run, name) for name in ("centralised", "independent")}
-    policies: dict[str, Any] = {name: ft.partial(act, model) for name, model in models.items()}
-    policies["random"] = lambda x, key: jax.random.uniform(key, (*x.shape[:2], 2), minval=-1)
+    centralised_model = train(c, run, AGENTS)
+    apart = dataclasses.replace(run, directory=run.directory / "independent")
+    independent_model = train(c, apart, 1)
     envs, seeds = make_envs(c.episodes), episode_seeds(c, TESTS, 0, c.episodes)
-    returns = {  # the same initial states for each policy
-        name: episode_returns(play(envs, policy, split_keys(run).test, seeds))
-        for name, policy in policies.items()
-    }
-    gain = returns["centralised"] - returns["independent"]
-    plot_returns(run.directory, returns["random"].mean())
+
+    def test_returns(policy):  # from the same initial states for each policy
+        return episode_returns(play(envs, policy, split_keys(run).test, seeds))
+
+    centralised = test_returns(ft.partial(act, centralised_model))
+    independent = test_returns(ft.partial(act, independent_model))
+    random = test_returns(lambda x, key: jax.random.uniform(key, (*x.shape[:2], 2), minval=-1))
+    gain = centralised - independent
+    plot_returns(run.directory, random.mean())
     report(
         run.directory,
-        **{f"{name}_return": float(x.mean()) for name, x in returns.items()},
+        centralised_return=float(centralised.mean()),
+        independent_return=float(independent.mean()),
+        random_return=float(random.mean()),
         gain=float(gain.mean()),
         confidence_95=confidence_95(gain),
     )
 
 
-def train(c: Config, run: Started, critics: str) -> dict:
-    """Trains agents with `centralised` or `independent` critics; returns their networks."""
-    if critics == "independent":
-        run = dataclasses.replace(run, directory=run.directory / critics)
+def train(c: Config, run: Started, agents: int) -> dict:
+    """Trains agents whose critics are given the observations and actions of all `AGENTS`, or of
+    their own agent alone (1); returns their networks."""
     keys, envs = split_keys(run), make_envs(c.num_envs)
-    inputs = (OBSERVED + 2) * (AGENTS if critics == "centralised" else 1)
-    shapes = {"observation": (AGENTS, OBSERVED), "action": (AGENTS, 2), "reward": (AGENTS,)}
-    shapes["next_observation"] = shapes["observation"]
-    buffer = empty_buffer(c.num_envs, c.buffer // c.num_envs, **shapes)
+    inputs = agents * (OBSERVED + 2)
+    buffer = empty_buffer(
+        c.num_envs,
+        c.buffer // c.num_envs,
+        observation=(AGENTS, OBSERVED),
+        action=(AGENTS, 2),
+        reward=(AGENTS,),
+        next_observation=(AGENTS, OBSERVED),
+    )
     minibatch = jax.eval_shape(lambda k: sample(buffer, c.batch_size // c.num_envs, k), run.key)
     minibatch["target"] = minibatch["reward"]
     optimizer = optax.chain(clip_networks(0.5), optax.adam(c.learning_rate))
@@ -97,7 +114,7 @@ def train(c: Config, run: Started, critics: str) -> dict:
     def step(state, transitions):
         key = jax.random.fold_in(keys.learning, state["train"].step)
         buffer = add(state["buffer"], transitions)
-        networks = {name: state[name] for name in ("train", "target")}
+        networks = {"train": state["train"], "target": state["target"]}
         draws = jax.random.split(key, c.gradient_steps)
         networks, metrics = scan_steps(ft.partial(update, buffer), networks, draws)
         metrics = jax.tree.map(jnp.mean, metrics) | {"return": episode_returns(transitions).mean()}
@@ -106,10 +123,10 @@ def train(c: Config, run: Started, critics: str) -> dict:
     def collect(state, number):
         policy = ft.partial(explore, c, on_one_device(state["train"].model, mesh))
         key = jax.random.fold_in(keys.acting, number)
-        return (play(envs, policy, key, episode_seeds(c, TRAINING, number, c.num_envs)),)
+        seeds = episode_seeds(c, TRAINING, number, c.num_envs)
+        return (play(envs, policy, key, seeds),)
 
-    copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, trained.model)
-    state = {"train": trained, "target": copy, "buffer": buffer}
+    state = {"train": trained, "target": copy_arrays(trained.model), "buffer": buffer}
     shardings = {"train": plan.shardings, "target": plan.shardings.model}
     shardings["buffer"] = rc.batch_shardings(buffer, mesh)
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
@@ -119,12 +136,17 @@ def train(c: Config, run: Started, critics: str) -> dict:
 
 def init_fn(c, inputs, key):
     """Creates the networks of all agents, stacked along the first dimension."""
-    networks = lambda inputs, out, **options: eqx.filter_vmap(
-        lambda key: eqx.nn.MLP(inputs, out, c.width, 2, key=key, **options)
-    )
-    keys = jax.random.split(key, (2, AGENTS))
-    actors = networks(OBSERVED, 2, final_activation=jnp.tanh)(keys[0])
-    return {"actors": actors, "critics": networks(inputs, "scalar")(keys[1])}
+
+    @eqx.filter_vmap
+    def actors(key):
+        return eqx.nn.MLP(OBSERVED, 2, c.width, 2, final_activation=jnp.tanh, key=key)
+
+    @eqx.filter_vmap
+    def critics(key):
+        return eqx.nn.MLP(inputs, "scalar", c.width, 2, key=key)
+
+    actor_keys, critic_keys = jax.random.split(key, (2, AGENTS))
+    return {"actors": actors(actor_keys), "critics": critics(critic_keys)}
 
 
 def clip_networks(norm):
@@ -154,29 +176,29 @@ def critics(model, observations, actions):
     """The value that the critic of each agent gives to the actions that it sees, of shape
     `... critics agents 2`; with 1 critic, all see the same ones."""
 
-    def of_agents(seen):
-        joint = seen.reshape(AGENTS, -1)
-        alone = seen[jnp.arange(AGENTS), jnp.arange(AGENTS)]
-        critic = eqx.filter_vmap(lambda critic, x: critic(x))
-        inputs = model["critics"].in_size
-        return critic(model["critics"], joint if inputs == joint.shape[1] else alone)
+    def of_agents(pairs):  # of an observation and an action, (critics, agents, observed + 2)
+        inputs = pairs.reshape(AGENTS, -1)
+        if model["critics"].in_size != inputs.shape[1]:  # each is given its own agent alone
+            inputs = pairs[jnp.arange(AGENTS), jnp.arange(AGENTS)]
+        return eqx.filter_vmap(lambda critic, x: critic(x))(model["critics"], inputs)
 
     shape = (*observations.shape[:-2], AGENTS, AGENTS)
-    parts = (jnp.expand_dims(observations, -3), actions)
-    seen = [jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in parts]
-    return jnp.vectorize(of_agents, signature="(a,b,n)->(a)")(jnp.concatenate(seen, axis=-1))
+    observations = jnp.broadcast_to(jnp.expand_dims(observations, -3), (*shape, OBSERVED))
+    actions = jnp.broadcast_to(actions, (*shape, 2))
+    pairs = jnp.concatenate([observations, actions], axis=-1)
+    return jnp.vectorize(of_agents, signature="(a,b,n)->(a)")(pairs)
 
 
 def loss_fn(model, batch, key):
     """The sum over agents of the losses of their actors and critics."""
-    observation, taken = batch["observation"], batch["action"]
-    errors = values(model, observation, taken) - batch["target"]
-    chosen = actions(model, observation)
+    observation = batch["observation"]  # (num_envs, rows, agents, observed)
+    errors = values(model, observation, batch["action"]) - batch["target"]
+    action = actions(model, observation)
     # Each agent chooses its own action, given those that the others took.
     own = jnp.eye(AGENTS, dtype=bool)[..., None]
-    mixed = jnp.where(own, jnp.expand_dims(chosen, -3), jnp.expand_dims(taken, -3))
+    mixed = jnp.where(own, jnp.expand_dims(action, -3), jnp.expand_dims(batch["action"], -3))
     gain = AGENTS * jnp.mean(critics(rc.stop_gradient(model), observation, mixed))
-    return AGENTS * jnp.mean(errors**2) - gain + 1e-3 * AGENTS * jnp.mean(chosen**2)
+    return AGENTS * jnp.mean(errors**2) - gain + 1e-3 * AGENTS * jnp.mean(action**2)
 
 
 def learn(c, fit, buffer, networks, key):
@@ -185,9 +207,8 @@ def learn(c, fit, buffer, networks, key):
     after = batch["next_observation"]
     # Episodes are truncated and never terminated, so each transition has a future.
     future = values(target, after, actions(target, after))
-    train, metrics = fit(
-        networks["train"], batch | {"target": batch["reward"] + c.discount * future}
-    )
+    batch["target"] = batch["reward"] + c.discount * future
+    train, metrics = fit(networks["train"], batch)
     return {"train": train, "target": rc.moving_average(target, train.model, 1 - c.tau)}, metrics
 
 
@@ -198,8 +219,9 @@ def act(model, observations, key):
 
 @eqx.filter_jit
 def explore(c, model, observations, key):
-    chosen = actions(model, observations)
-    return jnp.clip(chosen + c.noise_std * jax.random.normal(key, chosen.shape), -1, 1)
+    action = actions(model, observations)
+    noise = c.noise_std * jax.random.normal(key, action.shape)
+    return jnp.clip(action + noise, -1, 1)
 
 
 def make_envs(count):
@@ -214,22 +236,33 @@ def episode_seeds(c, stream, number, count):
 
 def play(envs, policy, key, seeds):
     """Plays an episode in each environment; returns its transitions, of shape `envs steps ...`."""
-    names, taken = envs[0].possible_agents, []
-    stack = lambda dicts: np.array([[x[name] for name in names] for x in dicts], np.float32)
-    after = stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
+    names = envs[0].possible_agents
+    observation = np.zeros((len(envs), AGENTS, OBSERVED), np.float32)
+    for i, (env, seed) in enumerate(zip(envs, seeds, strict=True)):
+        observation[i] = [*map(env.reset(seed=seed)[0].get, names)]
+    steps = []
     for step_key in jax.random.split(key, EPISODE):
-        before, action = after, np.asarray(policy(after, step_key))
-        # The environment has an action for each direction: left, right, down and up.
-        pushes = np.stack([0 * action, np.maximum(-action, 0), np.maximum(action, 0)], axis=-1)
-        pushes = np.concatenate([pushes[..., 0, :1], pushes[..., 0, 1:], pushes[..., 1, 1:]], -1)
-        transitions = [
-            env.step(dict(zip(names, x, strict=True))) for env, x in zip(envs, pushes, strict=True)
-        ]
-        after, reward = (stack([x[i] for x in transitions]) for i in (0, 1))
-        taken.append(
-            {"observation": before, "action": action, "reward": reward, "next_observation": after}
+        action = np.asarray(policy(observation, step_key))  # (envs, agents, 2)
+        # The environment has an action for each direction: none, left, right, down and up.
+        none, negative, positive = 0 * action, np.maximum(-action, 0), np.maximum(action, 0)
+        forces = [none[..., 0], negative[..., 0], positive[..., 0]]
+        forces = np.stack([*forces, negative[..., 1], positive[..., 1]], axis=-1)
+        after = np.zeros_like(observation)
+        reward = np.zeros(observation.shape[:2], np.float32)
+        for i, env in enumerate(envs):
+            of_agents, rewards, *_ = env.step(dict(zip(names, forces[i], strict=True)))
+            after[i] = [*map(of_agents.get, names)]
+            reward[i] = [*map(rewards.get, names)]
+        steps.append(
+            {
+                "observation": observation,
+                "action": action,
+                "reward": reward,
+                "next_observation": after,
+            }
         )
-    return jax.tree.map(lambda *x: np.stack(x, axis=1), *taken)
+        observation = after
+    return jax.tree.map(lambda *x: np.stack(x, axis=1), *steps)
 
 
 def episode_returns(transitions):
@@ -244,7 +277,7 @@ def plot_returns(directory, random):
     axes = plt.figure().add_subplot(xlabel="iteration", ylabel="return of an episode")
     runs = {"centralised": directory, "independent": directory / "independent"}
     for name, of_run in runs.items():
-        returns = [x["return"] for x in rc.read_metrics(of_run / "metrics.jsonl")]
+        _, returns = read_metric(of_run, "return")
         count = min(10, len(returns))
         means = np.convolve(returns, np.full(count, 1 / count), "valid")
         axes.plot(range(count, len(returns) + 1), means, label=f"{name} critics")

@@ -21,7 +21,6 @@ import redcoast as rc
 
 TESTS, TRAIN = range(600), range(600, 10**9)  # the numbers of tasks
 SCRIPTS = {"latin": TRAIN, "greek": TRAIN, "cyrillic": TESTS, "armenian": TESTS, "georgian": TESTS}
-DEFAULTS = {False: (10, 0.02, 3000), True: (1, 1.0, 300)}  # for sinusoids, for glyphs
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    defaults = zip(("shots", "inner_rate", "steps"), DEFAULTS[config.glyphs], strict=True)
-    c: Any = replace(config, **{k: x for k, x in defaults if getattr(config, k) is None})
+    c = with_defaults(config)
     if min(c.shots, c.queries) < 1:
         raise SystemExit(f"--shots {c.shots} and --queries {c.queries} have to be at least 1.")
     count = c.shots  # of a task's examples to learn from
@@ -55,8 +53,13 @@ def main(config: Config) -> None:
     def collate_fn(numbers):
         # A task is drawn from its number, so it is the same on every mesh and after a resume.
         tasks = [sample(i in TESTS, np.random.default_rng([c.run.seed, i])) for i in numbers]
-        x, y = (np.stack(arrays) for arrays in zip(*tasks, strict=True))
-        return x[:, :count], y[:, :count], x[:, count:], y[:, count:]
+        x, y = map(np.stack, zip(*tasks, strict=True))  # (tasks, examples, ...)
+        return {
+            "x": x[:, :count],  # to learn from
+            "y": y[:, :count],
+            "queries": x[:, count:],
+            "answers": y[:, count:],
+        }
 
     @eqx.filter_vmap(in_axes=(None, None, 0, 0, 0))  # of tasks, after 0, 1, ... gradient steps
     def outputs_after(steps, model, x, y, queries):
@@ -70,31 +73,69 @@ def main(config: Config) -> None:
         return jnp.stack(outputs)
 
     def loss_fn(model, batch, key):
-        return jnp.mean(losses(outputs_after(c.inner_steps, model, *batch[:3])[:, -1], batch[3]))
+        x, y, queries = batch["x"], batch["y"], batch["queries"]
+        outputs = outputs_after(c.inner_steps, model, x, y, queries)  # (tasks, 1 + steps, ...)
+        return jnp.mean(losses(outputs[:, -1], batch["answers"]))
+
+    def predict_fn(model, batch, key):
+        return outputs_after(5, model, batch["x"], batch["y"], batch["queries"])
 
     def metric_fn(numbers, outputs):
-        scores = np.mean(score(np.stack(outputs), collate_fn(numbers)[3][:, None]), axis=2)
-        means = {f"after_{i}_steps": float(np.mean(scores[:, i])) for i in range(6)}
-        return means | {"confidence_95": confidence_95(scores[:, min(c.inner_steps, 5)])}
+        answers = collate_fn(numbers)["answers"][:, None]
+        scores = np.mean(score(np.stack(outputs), answers), axis=2)  # (tasks, 1 + steps)
+        figures = {}
+        for i in range(6):
+            figures[f"after_{i}_steps"] = float(np.mean(scores[:, i]))
+        figures["confidence_95"] = confidence_95(scores[:, min(c.inner_steps, 5)])
+        return figures
 
-    data: Any = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    test: Any = {"predict_fn": lambda model, batch, key: outputs_after(5, model, *batch[:3])}
-    evaluation = rc.Evaluation(TESTS, every=max(1, c.steps // 8), metric_fn=metric_fn, **test)
-    options = data | {"loss_fn": loss_fn, "steps": c.steps, "evaluation": evaluation}
-    state = rc.fit(init_fn, make_optimizer(c, len(TRAIN)), TRAIN, **options, **run.fit_arguments)
+    state = rc.fit(
+        init_fn,
+        make_optimizer(c, len(TRAIN)),
+        TRAIN,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
+        steps=c.steps,
+        evaluation=rc.Evaluation(
+            TESTS, every=max(1, c.steps // 8), predict_fn=predict_fn, metric_fn=metric_fn
+        ),
+        **run.fit_arguments,
+    )
     end_training(run, state, c.steps)
-    outputs, tests = rc.predict_examples(state.model, TESTS, **data | test), collate_fn(TESTS)
-    figures, simple = metric_fn(TESTS, outputs), float(baseline(*tests))
-    lines = {"MAML": (range(6), [*figures.values()][:6]), "baseline": ([0, 5], [simple] * 2)}
+    outputs = rc.predict_examples(
+        state.model, TESTS, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
+    )
+    tests = collate_fn(TESTS)
+    figures = metric_fn(TESTS, outputs)
+    simple = float(baseline(**tests))
+    lines = {"MAML": (range(6), [*figures.values()][:6]), "baseline": ([0, 5], [simple, simple])}
     plot_lines(run.directory / "scores.png", "gradient steps on the task", "test score", lines)
-    file, (x, y, queries, truth) = run.directory / "samples.png", (part[0] for part in tests)
-    if c.glyphs:  # the examples of a task, which have no predictions, and its queries
-        guesses = [None] * count + [*outputs[0][min(c.inner_steps, 5)].argmax(axis=-1)]
-        save_predictions(file, np.vstack([x, queries]).reshape(-1, 20, 20), [*y, *truth], guesses)
+    # The first task: its examples, which have no predictions, and its queries.
+    file, task = run.directory / "samples.png", {name: x[0] for name, x in tests.items()}
+    if c.glyphs:
+        images = np.vstack([task["x"], task["queries"]]).reshape(-1, 20, 20)
+        predicted = outputs[0][min(c.inner_steps, 5)].argmax(axis=-1)
+        classes = [*task["y"], *task["answers"]]
+        save_predictions(file, images, classes, [*[None] * count, *predicted])
     else:
-        lines = {f"after {i} steps": (queries, outputs[0][i]) for i in (0, 1, 5)}
-        plot_lines(file, "x", "y", lines | {"truth": (queries, truth)})
+        queries = task["queries"]
+        lines = {"truth": (queries, task["answers"])}
+        for i in (0, 1, 5):
+            lines[f"after {i} steps"] = (queries, outputs[0][i])
+        plot_lines(file, "x", "y", lines)
     report(run.directory, **figures, baseline=simple)
+
+
+def with_defaults(c: Config) -> Any:
+    """The options, with those of sinusoids or of glyphs where none were chosen."""
+    defaults = {"shots": 10, "inner_rate": 0.02, "steps": 3000}
+    if c.glyphs:
+        defaults = {"shots": 1, "inner_rate": 1.0, "steps": 300}
+    for name, value in defaults.items():
+        if getattr(c, name) is None:
+            c = replace(c, **{name: value})
+    return c
 
 
 def sinusoids(c):
@@ -108,8 +149,11 @@ def sinusoids(c):
         x[c.shots :].sort()  # so that predictions can be drawn as a line
         return x, np.float32(rng.uniform(0.1, 5) * np.sin(x - rng.uniform(0, np.pi)))
 
+    def baseline(x, y, queries, answers):
+        """Predicts the mean of a task's examples."""
+        return np.mean((answers - y.mean(axis=1, keepdims=True)) ** 2)
+
     losses = lambda outputs, y: (outputs - y) ** 2
-    baseline = lambda _, y, __, truth: np.mean((truth - y.mean(1, keepdims=True)) ** 2)
     init_fn = lambda key: eqx.nn.MLP("scalar", "scalar", 64, depth=2, key=key)
     return sample, init_fn, losses, losses, baseline
 
@@ -117,8 +161,9 @@ def sinusoids(c):
 def glyphs(c):
     """Tasks are characters in several fonts. In training, a turned character is another one."""
     characters, count = {TESTS: [], TRAIN: []}, c.shots + c.queries
-    for name, glyphs in it.groupby(read_glyphs(20, first_words=[*SCRIPTS]), lambda x: x.name):
-        images = np.stack([x.image for x in glyphs])
+    all_glyphs = read_glyphs(20, first_words=[*SCRIPTS])
+    for name, fonts in it.groupby(all_glyphs, lambda glyph: glyph.name):
+        images = np.stack([glyph.image for glyph in fonts])  # (fonts, 20, 20)
         if len(images) >= count:
             characters[SCRIPTS[name.split()[0]]].append(images)
     if min(map(len, characters.values())) < c.ways:
@@ -131,14 +176,25 @@ def glyphs(c):
         images = [rng.permutation(split[i])[:count] for i in rng.permutation(len(split))[: c.ways]]
         if not is_test:
             images = [np.rot90(x, rng.integers(4), (1, 2)) for x in images]
-        return np.stack(images, axis=1).reshape(-1, 400), np.tile(np.arange(c.ways), count)
+        images = np.stack(images, axis=1)  # (fonts, ways, 20, 20)
+        return images.reshape(-1, 400), np.tile(np.arange(c.ways), count)
 
-    normed = eqx.nn.Lambda(lambda x: jax.nn.relu(jax.nn.standardize(x)))
-    head = jax.tree.map(jnp.zeros_like, eqx.nn.Linear(128, c.ways, key=jax.random.key(0)))
-    init_fn = lambda key: eqx.nn.Sequential([eqx.nn.MLP(400, 128, 256, 1, key=key), normed, head])
-    baseline = lambda *t: np.mean([KNN(1).fit(x, y).score(*z) for x, y, *z in zip(*t, strict=True)])
+    def init_fn(key):
+        normed = eqx.nn.Lambda(lambda x: jax.nn.relu(jax.nn.standardize(x)))
+        head = jax.tree.map(jnp.zeros_like, eqx.nn.Linear(128, c.ways, key=key))
+        return eqx.nn.Sequential([eqx.nn.MLP(400, 128, 256, 1, key=key), normed, head])
+
+    def baseline(x, y, queries, answers):
+        """Predicts the class of the nearest example, by pixels."""
+        accuracies = []
+        for task in range(len(x)):
+            nearest = KNN(1).fit(x[task], y[task])
+            accuracies.append(nearest.score(queries[task], answers[task]))
+        return np.mean(accuracies)
+
     losses = optax.softmax_cross_entropy_with_integer_labels
-    return sample, init_fn, losses, lambda outputs, y: outputs.argmax(axis=-1) == y, baseline
+    accuracies = lambda outputs, y: outputs.argmax(axis=-1) == y
+    return sample, init_fn, losses, accuracies, baseline
 
 
 if __name__ == "__main__":

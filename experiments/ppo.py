@@ -51,12 +51,20 @@ def main(c: Config) -> None:
     keys, host = split_keys(run), HostEnvs(c.environment, c.num_envs)
     rate = optax.linear_schedule(c.learning_rate, 0, c.steps * c.epochs * c.minibatches)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
-    functions = ft.partial(init_fn, c, size, actions), optimizer, ft.partial(loss_fn, c)
-    zeros = minibatch_of_zeros(c, size, actions)
-    train, plan, loss = prepare(run, *functions, zeros, trainable=TRAINABLE)
+    train, plan, loss = prepare(
+        run,
+        ft.partial(init_fn, c, size, actions),
+        optimizer,
+        ft.partial(loss_fn, c),
+        minibatch_of_zeros(c, size, actions),
+        trainable=TRAINABLE,
+    )
     fit = ft.partial(rc.train_steps, loss_fn=loss, optimizer=optimizer, trainable=TRAINABLE)
-    mesh, environment = mesh_of(plan), ENVIRONMENTS[c.environment] if c.on_device else None
-    envs = reset_envs(environment, keys.envs, c.num_envs) if environment else {}
+    mesh = mesh_of(plan)
+    environment, envs = None, {}
+    if c.on_device:
+        environment = ENVIRONMENTS[c.environment]
+        envs = reset_envs(environment, keys.envs, c.num_envs)
     state = {"train": train, "envs": envs}
     shardings = {"train": plan.shardings, "envs": rc.batch_shardings(envs, mesh)}
 
@@ -75,70 +83,86 @@ def main(c: Config) -> None:
         if c.on_device:
             return ()
         policy = ft.partial(sample, on_one_device(state["train"].model, mesh))
-        key = jax.random.fold_in(keys.acting, number)
-        return host.rollout(policy, key, c.rollout), host.last_return
+        transitions = host.rollout(policy, jax.random.fold_in(keys.acting, number), c.rollout)
+        return transitions, host.last_return
 
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "return")
     model = on_one_device(state["train"].model, mesh)
-    best = eqx.filter_jit(lambda x, key: jnp.argmax(log_policy(model, x), axis=-1))
-    test_return = mean_return(c.environment, best, episodes=c.episodes, key=keys.test)
+
+    @eqx.filter_jit
+    def most_likely(observations, key):
+        return jnp.argmax(log_policy(model, observations), axis=-1)
+
+    test_return = mean_return(c.environment, most_likely, episodes=c.episodes, key=keys.test)
     report(run.directory, mean_return=test_return)
 
 
 def minibatch_of_zeros(c, size, actions):
     """A minibatch of the shapes of training: the same number of transitions of each environment."""
-    rows = lambda *n, dtype=float: jnp.zeros((c.num_envs, c.rollout // c.minibatches, *n), dtype)
-    zeros = {name: rows() for name in ("advantage", "value", "target")}
-    zeros |= {"observation": rows(size), "log_policy": rows(actions), "action": rows(dtype=int)}
-    return zeros
+    shape = (c.num_envs, c.rollout // c.minibatches)
+    return {
+        "observation": jnp.zeros((*shape, size)),
+        "action": jnp.zeros(shape, int),
+        "log_policy": jnp.zeros((*shape, actions)),
+        "advantage": jnp.zeros(shape),
+        "value": jnp.zeros(shape),
+        "target": jnp.zeros(shape),
+    }
 
 
 def init_fn(c, size, actions, key):
-    keys = jax.random.split(key)
+    actor_key, critic_key = jax.random.split(key)
     network = lambda out, key: eqx.nn.MLP(size, out, c.width, 2, jnp.tanh, key=key)
     moments = lambda *n: {"mean": jnp.zeros(n), "variance": jnp.ones(n), "count": jnp.ones(())}
     return {
-        "networks": {"actor": network(actions, keys[0]), "critic": network("scalar", keys[1])},
+        "networks": {
+            "actor": network(actions, actor_key),
+            "critic": network("scalar", critic_key),
+        },
         "normalization": {"observation": moments(size), "target": moments()},
     }
 
 
-def apply(model, name, observations):
-    """Applies a network to normalised observations, with any leading dimensions."""
+def normalized(model, observations):
     moments = model["normalization"]["observation"]
-    normed = lambda x: (x - moments["mean"]) / jnp.sqrt(moments["variance"] + 1e-8)
-    signature = "(n)->(m)" if name == "actor" else "(n)->()"
-    network = lambda x: model["networks"][name](normed(x))
-    return jnp.vectorize(network, signature=signature)(observations)
+    return (observations - moments["mean"]) / jnp.sqrt(moments["variance"] + 1e-8)
 
 
 def log_policy(model, observations):
-    """The logarithm of the probability of each action."""
-    return jax.nn.log_softmax(apply(model, "actor", observations))
+    """The logarithm of the probability of each action, for observations with any leading
+    dimensions."""
+    actor = jnp.vectorize(model["networks"]["actor"], signature="(n)->(m)")
+    return jax.nn.log_softmax(actor(normalized(model, observations)))
 
 
 def values(model, observations):
     """The expected return. The critic's output is normalised as the targets are."""
+    critic = jnp.vectorize(model["networks"]["critic"], signature="(n)->()")
     moments = model["normalization"]["target"]
-    return moments["mean"] + jnp.sqrt(moments["variance"]) * apply(model, "critic", observations)
+    std = jnp.sqrt(moments["variance"])
+    return moments["mean"] + std * critic(normalized(model, observations))
 
 
 def loss_fn(c, model, batch, key):
-    logs = log_policy(model, batch["observation"])
-    change = jnp.take_along_axis(logs - batch["log_policy"], batch["action"][..., None], axis=-1)
-    ratio = jnp.exp(change[..., 0])
+    """The loss of a minibatch, whose arrays have the shape `num_envs steps ...`."""
+    log_probs = log_policy(model, batch["observation"])  # (num_envs, steps, actions)
+    change = log_probs - batch["log_policy"]
+    change = jnp.take_along_axis(change, batch["action"][..., None], axis=-1)[..., 0]
+    ratio = jnp.exp(change)
     advantage = (batch["advantage"] - batch["advantage"].mean()) / (batch["advantage"].std() + 1e-8)
-    limited = jnp.clip(ratio, 1 - c.clip, 1 + c.clip)
-    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, limited * advantage))
+    clipped = jnp.clip(ratio, 1 - c.clip, 1 + c.clip)
+    policy_loss = -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
 
-    value, moments = values(model, batch["observation"]), model["normalization"]["target"]
-    limit = c.clip * jnp.sqrt(moments["variance"])
-    near = batch["value"] + jnp.clip(value - batch["value"], -limit, limit)
-    errors = jnp.maximum((value - batch["target"]) ** 2, (near - batch["target"]) ** 2)
-    entropy = -jnp.mean(jnp.sum(jnp.exp(logs) * logs, axis=-1))
-    loss = policy_loss + 0.5 * jnp.mean(errors) / moments["variance"] - c.entropy * entropy
+    value = values(model, batch["observation"])
+    variance = model["normalization"]["target"]["variance"]
+    limit = c.clip * jnp.sqrt(variance)
+    clipped_value = batch["value"] + jnp.clip(value - batch["value"], -limit, limit)
+    target = batch["target"]
+    errors = jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2)
+    entropy = -jnp.mean(jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1))
+    loss = policy_loss + 0.5 * jnp.mean(errors) / variance - c.entropy * entropy
     return loss, {"entropy": entropy}
 
 
@@ -151,22 +175,32 @@ def learn(c, fit, train, transitions, key):
     """Updates the networks with the transitions of a rollout."""
     model, observation = train.model, transitions["observation"]
     value = values(model, observation)
-    advantage = advantages(c, transitions, value, values(model, transitions["next_observation"]))
-    data = {"observation": observation, "value": value, "advantage": advantage}
-    data |= {"action": transitions["action"], "target": value + advantage}
-    data["log_policy"] = log_policy(model, observation)
+    next_value = values(model, transitions["next_observation"])
+    advantage = advantages(c, transitions, value, next_value)
+    data = {
+        "observation": observation,
+        "action": transitions["action"],
+        "log_policy": log_policy(model, observation),
+        "advantage": advantage,
+        "value": value,
+        "target": value + advantage,
+    }
     train, metrics = fit(train, shuffled(c, data, key))
     # Until here, the running moments are those with which the policy acted.
-    moments = {k: update_moments(x, data[k]) for k, x in model["normalization"].items()}
+    moments = model["normalization"]
+    moments = {
+        "observation": update_moments(moments["observation"], observation),
+        "target": update_moments(moments["target"], data["target"]),
+    }
     train = eqx.tree_at(lambda t: t.model["normalization"], train, moments)
     return train, jax.tree.map(jnp.mean, metrics)
 
 
-def advantages(c, transitions, value, after):
+def advantages(c, transitions, value, next_value):
     """Generalised advantage estimation (Schulman et al., 2016, arXiv:1506.02438, equation 16)."""
     # An episode that was truncated would have gone on, with the value of the next observation.
-    future = jnp.where(transitions["terminated"], 0, after)
-    errors = transitions["reward"] + c.discount * future - value
+    future = jnp.where(transitions["terminated"], 0, next_value)
+    errors = transitions["reward"] + c.discount * future - value  # (num_envs, steps)
 
     def step(advantage, inputs):
         error, done = inputs
@@ -180,7 +214,8 @@ def advantages(c, transitions, value, after):
 def shuffled(c, data, key):
     """The minibatches of all epochs. The steps of an environment are shuffled on its device."""
     keys = jax.random.split(key, (c.epochs, c.num_envs))
-    order = jax.vmap(jax.vmap(lambda key: jax.random.permutation(key, c.rollout)))(keys)
+    permute = jax.vmap(jax.vmap(lambda key: jax.random.permutation(key, c.rollout)))
+    order = permute(keys)  # (epochs, num_envs, rollout)
     pick = jax.vmap(jax.vmap(lambda x, order: x[order]), (None, 0))  # of each epoch and env
     count, size = c.epochs * c.minibatches, c.rollout // c.minibatches
 
@@ -195,10 +230,12 @@ def update_moments(moments, x):
     """The running mean and variance with the rows of `x` (Chan et al., 1979)."""
     rows = x.reshape(-1, *moments["mean"].shape)
     count = float(len(rows))
-    total, change = moments["count"] + count, rows.mean(axis=0) - moments["mean"]
+    total = moments["count"] + count
+    change = rows.mean(axis=0) - moments["mean"]
+    mean = moments["mean"] + change * count / total
     squares = moments["variance"] * moments["count"] + rows.var(axis=0) * count
     variance = (squares + change**2 * moments["count"] * count / total) / total
-    return {"mean": moments["mean"] + change * count / total, "variance": variance, "count": total}
+    return {"mean": mean, "variance": variance, "count": total}
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ answers are paired with the right ones.
 """
 
 import functools as ft
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import _options
 import equinox as eqx
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, report, start
+from _corpus import read_json_lines
 from _options import Maybe, refuse
 from _plots import plot_metric
 from _policies import accuracy, collate_answers, read_policy, token_log_probs, write_answers
@@ -56,9 +56,14 @@ def main(c: Config) -> None:
         refuse("--data needs --weights: the small model has learnt sums alone.")
     run, task = start(c, "preferences"), make_task(c.task, c.run.seed, c.test_problems)
     policy = read_policy(run, c.weights, task, c.imitation_steps)
-    pairs = read_pairs(c.data) if c.data else own_mistakes(c, run, policy, task)
+    if c.data:
+        pairs = read_pairs(c.data)
+    else:
+        pairs = own_mistakes(c, run, policy, task)
     examples = as_examples(c, policy, pairs)
-    mesh = None if isinstance(run.mesh, str) else run.mesh
+    mesh = run.mesh
+    if isinstance(mesh, str):  # "auto": chosen by `fit`
+        mesh = None
 
     model, trainable = policy.model, eqx.is_inexact_array
     if c.rank:
@@ -70,10 +75,15 @@ def main(c: Config) -> None:
     elif c.loss in WITH_REFERENCE and c.reference == "copy":
         model["reference"], trainable["reference"] = policy.model, False
     elif c.loss in WITH_REFERENCE and c.reference == "stored":
-        options = {"collate_fn": collate, "batch_size": c.batch_size, "mesh": mesh}
-        of_answers = lambda model, batch, key: log_probs(c, model, batch)
-        stored = rc.predict_examples(policy.model, examples, predict_fn=of_answers, **options)
-        examples = [x | {"reference": y} for x, y in zip(examples, stored, strict=True)]
+        stored = rc.predict_examples(
+            policy.model,
+            examples,
+            predict_fn=lambda model, batch, key: log_probs(c, model, batch),
+            batch_size=c.batch_size,
+            mesh=mesh,
+        )
+        for example, of_reference in zip(examples, stored, strict=True):
+            example["reference"] = of_reference
 
     held_out = max(1, len(examples) // 10)
     valid, train = examples[:held_out], examples[held_out:]
@@ -81,7 +91,6 @@ def main(c: Config) -> None:
         model,
         make_optimizer(c, len(train), weight_decay=0.0),
         train,
-        collate_fn=collate,
         loss_fn=ft.partial(preference_loss, c),
         batch_size=c.batch_size,
         steps=c.steps,
@@ -101,12 +110,13 @@ def main(c: Config) -> None:
 
 def read_pairs(path: Path) -> list[dict[str, str]]:
     """Reads a line of JSON for each pair: its prompt, and the chosen and the rejected answer."""
-    pairs = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    pairs = read_json_lines(path)
     for number, pair in enumerate(pairs, 1):
-        if not all(isinstance(pair.get(name), str) for name in ("prompt", "chosen", "rejected")):
-            raise SystemExit(
-                f"Line {number} of {path} must have prompt, chosen and rejected texts."
-            )
+        for name in ("prompt", "chosen", "rejected"):
+            if not isinstance(pair.get(name), str):
+                raise SystemExit(
+                    f"Line {number} of {path} must have prompt, chosen and rejected texts."
+                )
     return pairs
 
 
@@ -115,74 +125,97 @@ def own_mistakes(c: Config, run, policy, task) -> list[dict[str, str]]:
     problems = task.train[: c.pairs]
     sampling = {"new_tokens": c.max_tokens, "mesh": run.mesh, "key": run.key}
     texts = write_answers(policy, policy.model, problems, **sampling)
-    return [
-        {"prompt": problem.prompt, "chosen": problem.answer, "rejected": text}
-        for problem, text in zip(problems, texts, strict=True)
-        if task.reward(problem, text) < 1
-    ]
+    pairs = []
+    for problem, text in zip(problems, texts, strict=True):
+        if task.reward(problem, text) < 1:
+            pairs.append({"prompt": problem.prompt, "chosen": problem.answer, "rejected": text})
+    return pairs
 
 
 def as_examples(c: Config, policy, pairs) -> list[dict[str, np.ndarray]]:
     """The tokens of each prompt with both answers; KTO also needs an answer to another prompt."""
     if len(pairs) < 2:  # one to train on, and one to validate
         refuse(f"There are {len(pairs)} pairs. Use 2 or more in --data, or more --pairs to answer.")
-    rows = []
-    for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True):
-        answers = [pair["chosen"], pair["rejected"]] + [other["chosen"]] * (c.loss == "kto")
+    rows, longest = [], 0
+    for i, pair in enumerate(pairs):
+        answers = [pair["chosen"], pair["rejected"]]
+        if c.loss == "kto":
+            unrelated = pairs[(i + 1) % len(pairs)]
+            answers.append(unrelated["chosen"])
         prompt = policy.encode_prompt(pair["prompt"])
-        rows.append([(prompt, policy.encode_answer(x)) for x in answers])
-    longest = max(len(prompt) + len(answer) for row in rows for prompt, answer in row)
+        row = [(prompt, policy.encode_answer(answer)) for answer in answers]
+        longest = max(longest, *(len(prompt) + len(answer) for _, answer in row))
+        rows.append(row)
     if c.seq is not None and c.seq < longest:
         refuse(f"--seq is {c.seq}, but a prompt with its answer has {longest} tokens.")
     # A multiple of four, so that other pairs seldom need another program.
-    return [collate_answers(row, c.seq or -(-longest // 4) * 4) for row in rows]
-
-
-def collate(examples):
-    return {name: np.stack([x[name] for x in examples]) for name in examples[0]}
+    length = c.seq or -(-longest // 4) * 4
+    return [collate_answers(row, length) for row in rows]  # arrays of (answers, length)
 
 
 def log_probs(c: Config, model, batch):
     """The log-probability of each answer, (pairs, answers): the sum or the mean over tokens."""
-    rows = {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items() if name != "reference"}
+    pairs, answers, length = batch["tokens"].shape
+    rows = {name: batch[name].reshape(-1, length) for name in ("tokens", "real", "learned")}
     learned = rows["learned"][:, 1:]
-    total = jnp.sum(jnp.where(learned, token_log_probs(model, rows, 1), 0), axis=1)
+    of_tokens = token_log_probs(model, rows, 1)  # (pairs x answers, length - 1)
+    total = jnp.sum(jnp.where(learned, of_tokens, 0), axis=1)
     if c.loss in OF_MEANS:
         total = total / jnp.maximum(jnp.sum(learned, axis=1), 1).astype(total.dtype)
-    return total.reshape(batch["tokens"].shape[:2])
+    return total.reshape(pairs, answers)
 
 
 def rewards(model, batch):
     """The reward of each answer, (pairs, answers): a linear function of its last hidden state."""
-    tokens, real = (batch[name].reshape(-1, batch[name].shape[2]) for name in ("tokens", "real"))
-    hidden = model["policy"].hidden(tokens, mask=real)
+    pairs, answers, length = batch["tokens"].shape
+    real = batch["real"].reshape(-1, length)
+    hidden = model["policy"].hidden(batch["tokens"].reshape(-1, length), mask=real)
     last = jnp.sum(real, axis=1) - 1
-    chosen = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return (chosen @ model["head"]).reshape(batch["tokens"].shape[:2])
+    last_hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return (last_hidden @ model["head"]).reshape(pairs, answers)
 
 
 def preference_loss(c: Config, model, batch, key):
     if c.loss == "reward":
         chosen, rejected = rewards(model, batch).T
         return losses.bradley_terry(chosen, rejected), {"preferred": jnp.mean(chosen > rejected)}
-    chosen, rejected, *others = log_probs(c, model["policy"], batch).T
-    beta: dict[str, Any] = {"weight" if c.loss == "orpo" else "beta": c.beta}
-    loss_fn = getattr(losses, c.loss)
-    if c.loss not in WITH_REFERENCE:
-        return loss_fn(chosen, rejected, **beta), {"preferred": jnp.mean(chosen > rejected)}
-    reference = batch.get("reference")
-    if reference is None:
-        base = model.get("reference", lora.without_adapters(model["policy"]))
-        reference = log_probs(c, base, batch)
-    reference = jax.lax.stop_gradient(reference)
-    gains = chosen - reference[:, 0], rejected - reference[:, 1]
-    aux = {"preferred": jnp.mean(gains[0] > gains[1]), "margin": jnp.mean(gains[0] - gains[1])}
-    if c.loss != "kto":
-        return loss_fn(chosen, rejected, reference[:, 0], reference[:, 1], **beta), aux
-    answers, of_reference = jnp.concatenate([chosen, rejected]), reference[:, :2].T.reshape(-1)
-    desirable = jnp.arange(len(answers)) < len(chosen)
-    unrelated = {"unrelated": others[0], "reference_unrelated": reference[:, 2]}
-    return losses.kto(answers, of_reference, desirable, **unrelated, **beta), aux
+    chosen, rejected, *unrelated = log_probs(c, model["policy"], batch).T  # (pairs,) each
+    preferred = {"preferred": jnp.mean(chosen > rejected)}
+    if c.loss == "orpo":
+        return losses.orpo(chosen, rejected, weight=c.beta), preferred
+    if c.loss == "simpo":
+        return losses.simpo(chosen, rejected, beta=c.beta), preferred
+    reference = jax.lax.stop_gradient(reference_log_probs(c, model, batch)).T
+    chosen_gain = chosen - reference[0]
+    rejected_gain = rejected - reference[1]
+    metrics = {
+        "preferred": jnp.mean(chosen_gain > rejected_gain),
+        "margin": jnp.mean(chosen_gain - rejected_gain),
+    }
+    if c.loss == "kto":
+        answers = jnp.concatenate([chosen, rejected])
+        loss = losses.kto(
+            answers,
+            jnp.concatenate([reference[0], reference[1]]),
+            desirable=jnp.arange(len(answers)) < len(chosen),
+            unrelated=unrelated[0],
+            reference_unrelated=reference[2],
+            beta=c.beta,
+        )
+        return loss, metrics
+    loss_fn = losses.dpo
+    if c.loss == "ipo":
+        loss_fn = losses.ipo
+    return loss_fn(chosen, rejected, reference[0], reference[1], beta=c.beta), metrics
+
+
+def reference_log_probs(c: Config, model, batch):
+    """The log-probability that the reference gives to each answer, (pairs, answers)."""
+    if "reference" in batch:  # stored
+        return batch["reference"]
+    if "reference" in model:  # a copy
+        return log_probs(c, model["reference"], batch)
+    return log_probs(c, lora.without_adapters(model["policy"]), batch)
 
 
 if __name__ == "__main__":

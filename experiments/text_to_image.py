@@ -5,6 +5,7 @@ their words are not. A classifier trained on real images judges the samples. Wit
 newest model is fine-tuned on five images of a symbol (DreamBooth), for instance with `--steps 300`.
 """
 
+import json
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -42,27 +43,36 @@ class Config:
 def main(c: Config) -> None:
     run = start(c, "text_to_image")
     examples = read_examples(c)
-    classes = lambda examples: [caption.split()[-1] for _, caption in examples]
-    shape, split = examples[0][0].shape, {"test_size": 0.2, "random_state": c.run.seed}
-    train, test = train_test_split(examples, stratify=classes(examples), **split)
-    vocabulary = sorted({word for _, text in examples for word in [*text.split(), "symbol"]})
-    model = lambda key: (Denoiser(c.width, shape, len(vocabulary) + 1, key),) * 2
-    known, test = train[:5000], test[:128]
+    shape = examples[0][0].shape  # (channels, height, width)
+    train, test = train_test_split(
+        examples, test_size=0.2, random_state=c.run.seed, stratify=classes_of(examples)
+    )
+    words_of_captions = {"symbol"}
+    for _, caption in examples:
+        words_of_captions.update(caption.split())
+    vocabulary = ["", *sorted(words_of_captions)]  # 0 is no word
+
+    def init_fn(key):
+        net = Denoiser(c.width, shape, len(vocabulary), key)
+        return net, net  # the network, and the moving average of its weights
+
+    model, known, test = init_fn, train[:5000], test[:128]
     if c.symbol:
-        model = load_model(run.directory.parent, eqx.filter_eval_shape(model, run.key))
+        model = load_model(run.directory.parent, eqx.filter_eval_shape(init_fn, run.key))
         symbols = draw(unicodedata.name(c.symbol).lower(), shape, "symbol")
         shown, unseen = train_test_split(symbols, train_size=5, random_state=c.run.seed)
         known, test = known + shown, unseen + test
         train = train + shown * (len(train) // 5)  # half of the batch preserves what was learned
-    judge = SVC(C=10).fit([x.ravel() for x, _ in known], classes(known))
+    known_images, _ = zip(*known, strict=True)
+    judge = SVC(C=10).fit([*map(np.ravel, known_images)], classes_of(known))
 
     def collate_fn(examples):
         images, captions = zip(*examples, strict=True)
-        words = np.zeros((len(captions), 8), np.int32)  # 0 is no word
+        words = np.zeros((len(captions), 8), np.int32)
         for row, caption in zip(words, captions, strict=True):
-            ids = [vocabulary.index(word) + 1 for word in caption.split() if word in vocabulary]
+            ids = [vocabulary.index(word) for word in caption.split() if word in vocabulary]
             row[: len(ids)] = ids[:8]
-        return {"images": 2 * np.stack(images) - 1, "words": words}
+        return {"images": 2 * np.stack(images) - 1, "words": words}  # pixels from -1 to 1
 
     def loss_fn(model, batch, key):
         net, average = model
@@ -70,28 +80,52 @@ def main(c: Config) -> None:
         return loss, {}, (net, rc.moving_average(average, net, 0.995))
 
     def predict_fn(model, batch, key):
+        _, average = model
         noise = jax.random.normal(key, batch["images"].shape)
-        return jnp.clip(ddim(model[1], noise, batch["words"], c.guidance, 25) / 2 + 0.5, 0, 1)
+        images = ddim(average, noise, batch["words"], c.guidance, 25)
+        return jnp.clip(images / 2 + 0.5, 0, 1)
 
     def metric_fn(examples, images):
-        right = judge.predict([x.ravel() for x in images]) == classes(examples)
-        new = np.array(classes(examples)) == "symbol"
-        accuracy = {"accuracy": right[~new].mean()}
+        classes = np.array(classes_of(examples))
+        is_right = judge.predict([*map(np.ravel, images)]) == classes
+        is_symbol = classes == "symbol"
+        accuracy = {"accuracy": is_right[~is_symbol].mean()}
         if c.symbol:
-            accuracy["symbol_accuracy"] = right[new].mean()
+            accuracy["symbol_accuracy"] = is_right[is_symbol].mean()
         return accuracy
 
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    options = functions | {"loss_fn": loss_fn, "steps": c.steps, "trainable": (True, False)}
-    options |= {"evaluation": rc.Evaluation(test, every=c.steps), **run.fit_arguments}
-    state = rc.fit(model, make_optimizer(c, len(train)), train, **options)
+    state = rc.fit(
+        model,
+        make_optimizer(c, len(train)),
+        train,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
+        steps=c.steps,
+        trainable=(True, False),
+        evaluation=rc.Evaluation(test, every=c.steps),
+        **run.fit_arguments,
+    )
 
     end_training(run, state, c.steps)
-    images = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn, key=run.key)
-    pictures = [x.transpose(1, 2, 0) for x in images[:48]]
-    save_pictures(run.directory / "samples.png", pictures, [caption for _, caption in test])
-    real = metric_fn(test, [x for x, _ in test])["accuracy"]
+    images = rc.predict_examples(
+        state.model,
+        test,
+        collate_fn=collate_fn,
+        predict_fn=predict_fn,
+        batch_size=c.batch_size,
+        key=run.key,
+    )
+    real_images, captions = zip(*test, strict=True)
+    pictures = np.stack(images[:48]).transpose(0, 2, 3, 1)  # (images, height, width, channels)
+    save_pictures(run.directory / "samples.png", pictures, captions)
+    real = metric_fn(test, real_images)["accuracy"]
     report(run.directory, **metric_fn(test, images), accuracy_of_real_images=real)
+
+
+def classes_of(examples) -> list[str]:
+    """The last word of each caption."""
+    return [caption.split()[-1] for _, caption in examples]
 
 
 def velocity_loss(net, images, words, key):
@@ -113,8 +147,10 @@ def ddim(net, noise, words, guidance, steps):
 
     def body(x, angle):
         predict = jax.vmap(net, (0, None, 0))
-        conditioned, free = predict(x, angle, words), predict(x, angle, jnp.zeros_like(words))
-        return jnp.cos(turn) * x - jnp.sin(turn) * (free + guidance * (conditioned - free)), None
+        conditioned = predict(x, angle, words)
+        unconditioned = predict(x, angle, jnp.zeros_like(words))
+        velocity = unconditioned + guidance * (conditioned - unconditioned)
+        return jnp.cos(turn) * x - jnp.sin(turn) * velocity, None
 
     return jax.lax.scan(body, noise, turn * jnp.arange(steps, 0.0, -1))[0]
 
@@ -128,25 +164,29 @@ class Denoiser(eqx.Module):
         keys = jax.random.split(key, 6)
         attention = lambda key: eqx.nn.MultiheadAttention(4, width, key=key)
         mlp = lambda size, key: eqx.nn.MLP(size, width, 2 * width, 1, jax.nn.silu, key=key)
-        patch, threes = shape[1] // 4, jax.random.split(keys[5], (2, 3))
+        patch = shape[1] // 4
+        blocks = []
+        for self_key, cross_key, mlp_key in jax.random.split(keys[5], (2, 3)):
+            blocks.append((attention(self_key), attention(cross_key), mlp(width, mlp_key)))
         self.layers = {
             "positions": 0.1 * jax.random.normal(keys[0], (16 + 8, width)),  # of patches and words
             "words": eqx.nn.Embedding(words, width, key=keys[1]),
             "time": mlp(32, keys[2]),
             "first": eqx.nn.Conv2d(shape[0], width, patch, patch, key=keys[3]),
             "last": eqx.nn.ConvTranspose2d(width, shape[0], patch, patch, key=keys[4]),
-            "blocks": [(attention(a), attention(b), mlp(width, d)) for a, b, d in threes],
+            "blocks": blocks,
         }
 
     def __call__(self, image, angle, words):
         waves = angle * jnp.geomspace(1, 100, 16)
-        time = self.layers["time"](jnp.concatenate([jnp.sin(waves), jnp.cos(waves)]))
-        words = jax.vmap(self.layers["words"])(words) + self.layers["positions"][16:]
-        patches = self.layers["first"](image)
-        x = patches.reshape(-1, 16).T + self.layers["positions"][:16] + time[None]
-        for attend, read, mlp in self.layers["blocks"]:
-            x = x + attend(*[jax.nn.standardize(x)] * 3)
-            x = x + read(jax.nn.standardize(x), words, words)
+        time = self.layers["time"](jnp.concatenate([jnp.sin(waves), jnp.cos(waves)]))  # (width,)
+        words = jax.vmap(self.layers["words"])(words) + self.layers["positions"][16:]  # (8, width)
+        patches = self.layers["first"](image)  # (width, 4, 4)
+        x = patches.reshape(-1, 16).T + self.layers["positions"][:16] + time[None]  # (16, width)
+        for self_attention, cross_attention, mlp in self.layers["blocks"]:
+            normed = jax.nn.standardize(x)
+            x = x + self_attention(normed, normed, normed)
+            x = x + cross_attention(jax.nn.standardize(x), words, words)
             x = x + jax.vmap(mlp)(jax.nn.standardize(x))
         return self.layers["last"](x.T.reshape(patches.shape))
 
@@ -161,14 +201,13 @@ def read_examples(c: Config):
 
 def draw(names: str, shape: tuple[int, ...], called: str = ""):
     """Draws the characters of these names in all fonts, with captions of style and name."""
-    glyphs = read_glyphs(shape[1], first_words=names.split()[:1])
-    glyphs = [x for x in glyphs if re.fullmatch(names, x.name)]
-    if len(glyphs) < 10:
-        raise SystemExit(f"Only {len(glyphs)} images are named {names!r}. Use others as --names.")
     pairs = []
-    for glyph in glyphs:
-        caption = " ".join([*styles_of(glyph.font), called or glyph.name])
-        pairs.append((np.broadcast_to(glyph.image, shape), caption))
+    for glyph in read_glyphs(shape[1], first_words=names.split()[:1]):
+        if re.fullmatch(names, glyph.name):
+            caption = " ".join([*styles_of(glyph.font), called or glyph.name])
+            pairs.append((np.broadcast_to(glyph.image, shape), caption))
+    if len(pairs) < 10:
+        raise SystemExit(f"Only {len(pairs)} images are named {names!r}. Use others as --names.")
     return pairs
 
 
@@ -180,11 +219,13 @@ def styles_of(font: str) -> list[str]:
 
 def load_model(root, like):
     """Loads the model of the newest run without a symbol."""
-    runs = [x.parent for x in root.glob("*/config.json") if '"symbol": ""' in x.read_text()]
-    checkpoints = sorted(file for run in runs for file in run.glob("checkpoints/[0-9]*"))
+    checkpoints = []
+    for config in root.glob("*/config.json"):
+        if json.loads(config.read_text())["symbol"] == "":
+            checkpoints += config.parent.glob("checkpoints/[0-9]*")
     if not checkpoints:
         raise SystemExit(f"There is no model in {root}. Train one without --symbol first.")
-    return rc.load_checkpoint(checkpoints[-1], like, subtree="model")
+    return rc.load_checkpoint(max(checkpoints), like, subtree="model")
 
 
 if __name__ == "__main__":

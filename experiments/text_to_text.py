@@ -47,7 +47,10 @@ class Config:
 
 def main(c: Config) -> None:
     run = start(c, "text_to_text")
-    pairs = {"characters": read_characters, "bible": read_bible}[c.data]()
+    if c.data == "bible":
+        pairs = read_bible()
+    else:
+        pairs = read_characters()
     train, test = train_test_split(pairs, test_size=c.tests, random_state=c.run.seed)
     if c.weights:
         tokenizer = read_tokenizer(c.weights)
@@ -63,7 +66,7 @@ def main(c: Config) -> None:
         return {"tokens": tokens, "mask": mask, "labels": labels, "real": real > 0}
 
     def loss_fn(model, batch, key):
-        inputs = shift_right(batch["labels"], start=model.config.decoder_start)
+        inputs = shift_right(batch["labels"], start=model.config.decoder_start)  # (batch, seq)
         logits = model(batch["tokens"], inputs, mask=batch["mask"], key=key)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
         return jnp.mean(losses, where=batch["real"]), {"weight": jnp.sum(batch["real"])}
@@ -72,27 +75,40 @@ def main(c: Config) -> None:
         tokens, mask = batch["tokens"], batch["mask"]
         return rc.generate(model, tokens, mask=mask, max_new_tokens=c.seq, beams=c.beams)
 
-    optimizer = make_optimizer(c, len(train), weight_decay=0.1)
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    options = {"loss_fn": loss_fn, "steps": c.steps, "evaluation": rc.Evaluation(test)}
-    state = rc.fit(model, optimizer, train, **functions, **options, **run.fit_arguments)
+    state = rc.fit(
+        model,
+        make_optimizer(c, len(train), weight_decay=0.1),
+        train,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
+        steps=c.steps,
+        evaluation=rc.Evaluation(test),
+        **run.fit_arguments,
+    )
 
     end_training(run, state, c.steps)
-    outputs = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
-    written = [text.strip() for text in tokenizer.decode_batch([*map(np.ndarray.tolist, outputs)])]
+    outputs = rc.predict_examples(
+        state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
+    )
     sources, references = zip(*test, strict=True)
-    samples = zip(sources, written, references, strict=True)
-    text = "\n\n".join(f"source: {s}\nwritten: {w}\ntarget: {r}" for s, w, r in samples)
-    save_samples(run.directory, text)
-    copied = {f"{name}_of_a_copy": x for name, x in score(sources, references).items()}
+    written, samples = [], []
+    for source, tokens, reference in zip(sources, outputs, references, strict=True):
+        text = tokenizer.decode(tokens.tolist()).strip()
+        written.append(text)
+        samples.append(f"source: {source}\nwritten: {text}\ntarget: {reference}")
+    save_samples(run.directory, "\n\n".join(samples))
+    copied = score(sources, references, "_of_a_copy")  # a baseline
     report(run.directory, **score(written, references), **copied)
 
 
-def score(texts, references) -> dict[str, float]:
+def score(texts, references, suffix: str = "") -> dict[str, float]:
     """Returns chrF and ROUGE-L, from 0 to 100."""
-    rouge = RougeScorer(["rougeL"]).score
-    scores = [rouge(r, x)["rougeL"].fmeasure for r, x in zip(references, texts, strict=True)]
-    return {"chrf": corpus_chrf(texts, [references]).score, "rouge_l": 100 * float(np.mean(scores))}
+    chrf = corpus_chrf(texts, [references]).score
+    scorer, rouge_l = RougeScorer(["rougeL"]), []
+    for reference, text in zip(references, texts, strict=True):
+        rouge_l.append(scorer.score(reference, text)["rougeL"].fmeasure)
+    return {f"chrf{suffix}": chrf, f"rouge_l{suffix}": 100 * float(np.mean(rouge_l))}
 
 
 def make_model(c: Config, key: jax.Array) -> T5 | Bart:
@@ -107,24 +123,32 @@ def read_characters() -> list[tuple[str, str]]:
     """Returns names of Unicode characters, each with the names of what it is composed of."""
     pairs = []
     for character in map(chr, range(0x20000)):
+        name = unicodedata.name(character, "")
         codes = re.findall(r"\b[0-9A-F]{4,}", unicodedata.decomposition(character))
         parts = ", ".join(unicodedata.name(chr(int(code, 16)), "") for code in codes)
-        pairs.append((unicodedata.name(character, ""), parts))
-    # The names of Chinese and Korean characters are numbers or sounds.
-    return [(x.lower(), y.lower()) for x, y in pairs if y and not re.search("CJK|HANGUL", x + y)]
+        # The names of Chinese and Korean characters are numbers or sounds.
+        if parts and not re.search("CJK|HANGUL", name + parts):
+            pairs.append((name.lower(), parts.lower()))
+    return pairs
 
 
 def read_bible() -> list[tuple[str, str]]:
     """Returns verses of the King James Bible (1611), each with its World English version."""
-    versions = []
-    for version in ("kjv", "web"):
-        (path,) = fetch(f"pythonbible-{version}==0.0.2").rglob("plain_text_readers_bible.py")
-        _, text, tables = path.read_text("utf-8").split('"""')
-        rows = re.findall(r"^ {8}(\d+): (\d+),$", tables, re.MULTILINE)
-        # Two tables, of where each verse begins and of where it ends.
-        spans = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
-        versions.append({v: " ".join(text[int(i) : int(j)].split()) for (v, i), (_, j) in spans})
-    return [(old, versions[1][v]) for v, old in versions[0].items() if v in versions[1]]
+    old, new = read_verses("kjv"), read_verses("web")
+    return [(text, new[verse]) for verse, text in old.items() if verse in new]
+
+
+def read_verses(version: str) -> dict[str, str]:
+    """Returns the text of each verse, by its number."""
+    (path,) = fetch(f"pythonbible-{version}==0.0.2").rglob("plain_text_readers_bible.py")
+    _, text, tables = path.read_text("utf-8").split('"""')
+    rows = re.findall(r"^ {8}(\d+): (\d+),$", tables, re.MULTILINE)
+    # Two tables, of where each verse begins and of where it ends.
+    begins, ends = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    verses = {}
+    for (verse, begin), (_, end) in zip(begins, ends, strict=True):
+        verses[verse] = " ".join(text[int(begin) : int(end)].split())
+    return verses
 
 
 if __name__ == "__main__":

@@ -66,10 +66,12 @@ def test_a_full_buffer_keeps_the_newest_transitions(script):
         buffer = jax.jit(replay.add)(buffer, {"reward": reward, "action": action, "done": reward})
         for env in range(2):
             expected[env].extend(reward[env].tolist())
-            filled = np.asarray(buffer["kept"]["reward"])[env, : min(len(expected[env]), 6)]
+            filled = np.asarray(buffer["transitions"]["reward"])[env, : min(len(expected[env]), 6)]
             assert sorted(filled) == expected[env][-6:]
-    assert buffer["kept"].keys() == {"reward", "action"}
-    np.testing.assert_array_equal(buffer["kept"]["action"][..., 0], buffer["kept"]["reward"])
+    assert buffer["transitions"].keys() == {"reward", "action"}
+    np.testing.assert_array_equal(
+        buffer["transitions"]["action"][..., 0], buffer["transitions"]["reward"]
+    )
 
 
 def test_samples_are_of_each_environment_and_never_of_empty_places(script):

@@ -51,8 +51,7 @@ def start(experiment, config):
         images = rng.normal(size=(100, FEATURES)).astype(np.float32)
         labels = rng.integers(CLASSES, size=100)
         clients = np.split(np.arange(100), np.sort(rng.choice(np.arange(5, 95), 11, False)))
-        examples = [*zip(images, labels, strict=True)]
-        collate_fn = experiment.collate_clients(c, examples, clients)
+        collate_fn = experiment.collate_clients(c, images, labels, clients)
         chosen = [experiment.choose_clients(c, i) for i in range(3)]
         batches = [collate_fn(x, [*rng.spawn(c.per_round)]) for x in chosen]
         init_fn = lambda key: eqx.nn.Linear(FEATURES, CLASSES, key=key)
@@ -191,8 +190,8 @@ def test_the_split_and_each_round_have_random_numbers_of_their_own(experiment, c
 
 def test_stragglers_and_clients_are_drawn_as_asked(experiment, config):
     c = config(stragglers=0.25, local_steps=10)
-    examples = [(np.zeros(1, np.float32), 0)] * 12
-    collate_fn = experiment.collate_clients(c, examples, [[i] for i in range(12)])
+    images, labels = np.zeros((12, 1), np.float32), np.zeros(12, int)
+    collate_fn = experiment.collate_clients(c, images, labels, [[i] for i in range(12)])
     rng, counts, seen = np.random.default_rng(0), [], []
     for i in range(100):
         chosen = experiment.choose_clients(c, i)

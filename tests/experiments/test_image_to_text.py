@@ -64,7 +64,7 @@ def test_test_names_are_new_and_made_of_known_words(captions):
 
 
 def test_words_are_tokens_and_zero_ends(captions):
-    tokenizer = captions.make_tokenizer([(None, name) for name in NAMES])
+    tokenizer = captions.make_tokenizer(NAMES)
     tokens = tokenizer.encode("letter b with dot").ids
     assert len(tokens) == 4
     assert min(tokens) == 1

@@ -87,7 +87,7 @@ def test_the_gradient_is_that_through_the_gradient_steps(fit, first_order, inner
     start = np.array([float(model.weight[0, 0]), float(model.bias[0])])
     batch = found["collate_fn"](range(600, 604))
     losses, gradients = [], []
-    for x, y, queries, truth in zip(*batch, strict=True):
+    for x, y, queries, truth in zip(*batch.values(), strict=True):
         inputs, others = (np.stack([v, np.ones_like(v)], axis=1) for v in (x, queries))
         hessian = 2 * inputs.T @ inputs / len(x)
         weights = start
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_through_the_gradient_steps(fit, first_order, inner
 def test_a_sinusoid_is_the_same_for_examples_and_queries(fit):
     found = fit(queries=20)
     for numbers, count in ((range(600, 620), 20), (range(20), 100)):
-        x, y, queries, truth = found["collate_fn"](numbers)
+        x, y, queries, truth = found["collate_fn"](numbers).values()
         assert x.shape == y.shape == (20, 10)
         assert queries.shape == truth.shape == (20, count)
         all_x, all_y = np.concatenate([x, queries], axis=1), np.concatenate([y, truth], axis=1)
@@ -130,7 +130,7 @@ def test_characters_of_tests_are_of_other_scripts_and_upright(experiment, fit):
             image = np.rot90(glyph.image, turn).tobytes()
             known[image].add((glyph.name, turn, glyph.font))
     for numbers, script in ((range(100), "armenian"), (range(600, 700), "greek")):
-        x, y, queries, truth = found["collate_fn"](numbers)
+        x, y, queries, truth = found["collate_fn"](numbers).values()
         assert {*map(tuple, y), *map(tuple, truth)} == {(0, 1, 2, 3)}
         seen = set()
         for example, query in zip(x.reshape(-1, 400), queries.reshape(-1, 400), strict=True):

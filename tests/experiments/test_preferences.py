@@ -54,6 +54,10 @@ def pairs():
     return [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": str(3 * i)} for i in range(4)]
 
 
+def stacked(examples):
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *examples)
+
+
 def own_log_prob(model, policy, prompt, answer, mean):
     """Of one answer alone, token by token."""
     start, end = policy.encode_prompt(prompt), policy.encode_answer(answer)
@@ -69,7 +73,7 @@ def test_answers_have_their_own_log_probabilities(script, experiment, config, lo
     """Padding and the prompt are not counted; KTO compares with an answer to another prompt."""
     c, policy = config(loss=loss), policy_of(script)
     examples = experiment.as_examples(c, policy, pairs())
-    found = eqx.filter_jit(experiment.log_probs)(c, policy.model, experiment.collate(examples))
+    found = eqx.filter_jit(experiment.log_probs)(c, policy.model, stacked(examples))
     mean = loss == "simpo"
     for i, pair in enumerate(pairs()):
         answers = [pair["chosen"], pair["rejected"]]
@@ -81,7 +85,7 @@ def test_answers_have_their_own_log_probabilities(script, experiment, config, lo
 @pytest.mark.thorough
 def test_a_stored_reference_and_a_copy_give_the_same_loss(script, experiment, config):
     c, policy = config(), policy_of(script)
-    batch = experiment.collate(experiment.as_examples(c, policy, pairs()))
+    batch = stacked(experiment.as_examples(c, policy, pairs()))
     batch = jax.tree.map(jnp.asarray, batch)
     changed = jax.tree.map(lambda x: x * 1.1, policy.model)
     stored = batch | {"reference": experiment.log_probs(c, policy.model, batch)}

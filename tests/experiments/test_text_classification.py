@@ -31,7 +31,7 @@ def test_texts_are_classified_and_rated(mesh, task, figures, module, script, mon
     rating = task == "regression"
     data = {text: float(y) if rating else y for text, y in TEXTS.items()}
     names = ["rating"] if rating else ["even", "odd"]
-    monkeypatch.setattr(module, "read_data", lambda name: (data, names))
+    monkeypatch.setattr(module, "read_data", lambda c: (data, names))
     run = options.Run(mesh=mesh, directory=tmp_path)
     sizes = {"seq": 8, "width": 32, "layers": 1, "batch_size": 8}
     module.main(module.Config(task=task, steps=2, run=run, **sizes))
@@ -58,7 +58,7 @@ def test_operators_are_masked(module, monkeypatch):
             while c < d:
     """
     monkeypatch.setattr(module, "read_texts", lambda path: ([text], ["if a >= 2:"]))
-    data, names = module.read_data("operators")
+    data, names = module.read_operators()
     found = {"None and y == 3 [MASK] x": "is not", "names [MASK] 'a b'": "not in"}
     assert {x: names[y] for x, y in data.items()} == found | {"2 [MASK] a": ">="}
 

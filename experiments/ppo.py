@@ -125,24 +125,25 @@ def init_fn(c, size, actions, key):
     }
 
 
-def normalized(model, observations):
+def normalized(model, observation):
     moments = model["normalization"]["observation"]
-    return (observations - moments["mean"]) / jnp.sqrt(moments["variance"] + 1e-8)
+    return (observation - moments["mean"]) / jnp.sqrt(moments["variance"] + 1e-8)
 
 
 def log_policy(model, observations):
     """The logarithm of the probability of each action, for observations with any leading
     dimensions."""
-    actor = jnp.vectorize(model["networks"]["actor"], signature="(n)->(m)")
-    return jax.nn.log_softmax(actor(normalized(model, observations)))
+    actor = lambda x: model["networks"]["actor"](normalized(model, x))
+    logits = jnp.vectorize(actor, signature="(n)->(m)")(observations)
+    return jax.nn.log_softmax(logits)
 
 
 def values(model, observations):
     """The expected return. The critic's output is normalised as the targets are."""
-    critic = jnp.vectorize(model["networks"]["critic"], signature="(n)->()")
+    critic = lambda x: model["networks"]["critic"](normalized(model, x))
+    normalized_values = jnp.vectorize(critic, signature="(n)->()")(observations)
     moments = model["normalization"]["target"]
-    std = jnp.sqrt(moments["variance"])
-    return moments["mean"] + std * critic(normalized(model, observations))
+    return moments["mean"] + jnp.sqrt(moments["variance"]) * normalized_values
 
 
 def loss_fn(c, model, batch, key):

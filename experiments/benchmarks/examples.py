@@ -66,8 +66,9 @@ class Example:
     fits_before: int = 0  # calls of `rc.fit` before the one whose step is timed
 
     def reached(self, results: dict[str, float]) -> bool:
-        figure = results[self.figure]
-        return figure <= self.threshold if self.lower_is_better else figure >= self.threshold
+        if self.lower_is_better:
+            return results[self.figure] <= self.threshold
+        return results[self.figure] >= self.threshold
 
 
 EXAMPLES = (
@@ -201,8 +202,8 @@ EXAMPLES = (
 
 
 def example_of(name: str) -> Example:
-    (match,) = (example for example in EXAMPLES if example.name == name)
-    return match
+    (example,) = (example for example in EXAMPLES if example.name == name)
+    return example
 
 
 def count_lines(text: str) -> tuple[int, int]:
@@ -237,11 +238,11 @@ def run(name: str, seed: int, directory: Path, *options: str) -> dict[str, float
 def step_time_ratio(name: str) -> float:
     """The time of a step of `rc.fit`, divided by that of a hand-written loop; the median of a few
     turns, in which both take turns."""
-    loop = loop_arguments(name)
+    arguments = loop_arguments(name)
     ours, theirs = (time_of_fit, time_of_loop)
-    if "step" in loop:  # a loop of its own
+    if "step" in arguments:  # a loop of its own
         ours, theirs = (time_of_compiled_step, time_of_jitted_step)
-    return statistics.median(ours(loop) / theirs(loop) for _ in range(REPEATS))
+    return statistics.median(ours(arguments) / theirs(arguments) for _ in range(REPEATS))
 
 
 def loop_arguments(name: str) -> dict[str, Any]:
@@ -270,30 +271,33 @@ def loop_arguments(name: str) -> dict[str, Any]:
     raise SystemExit(f"{name} called neither `rc.fit` nor `run_learner`.")
 
 
-def time_of_fit(loop: dict[str, Any]) -> float:
+def time_of_fit(arguments: dict[str, Any]) -> float:
     """Seconds of a step of `fit`, without evaluation and checkpoints."""
     times: list[float] = []
     log = [rc.progress_logger(False), lambda metrics, step: times.append(time.perf_counter())]
     changed = {"evaluation": None, "checkpoints": None, "log": log, "steps": WARM_UP + TIMED}
-    arguments = loop | changed
+    arguments = arguments | changed
     essential = [arguments.pop(name) for name in ("model", "optimizer", "examples")]
     complete(rc.fit(*essential, **arguments), WARM_UP + TIMED)
     return (times[-1] - times[WARM_UP - 1]) / TIMED
 
 
-def time_of_loop(loop: dict[str, Any]) -> float:
+def time_of_loop(arguments: dict[str, Any]) -> float:
     """Seconds of a step of a hand-written loop over batches that are already collated."""
-    batches = collated(loop)
-    model, optimizer, key = loop["model"], loop["optimizer"], loop["key"]
-    model = model(key) if inspect.isfunction(model) else model
-    chosen = eqx.filter(model, loop.get("trainable", eqx.is_inexact_array))
+    batches = collated(arguments)
+    model, optimizer, key = arguments["model"], arguments["optimizer"], arguments["key"]
+    if inspect.isfunction(model):
+        model = model(key)
+    chosen = eqx.filter(model, arguments.get("trainable", eqx.is_inexact_array))
     is_trained = lambda x: eqx.is_inexact_array(x) and any(x is y for y in jax.tree.leaves(chosen))
     trainable, frozen = eqx.partition(model, is_trained)
     opt_state = optimizer.init(trainable)
 
     def loss_of(trainable: Any, frozen: Any, batch: Any, key: Any) -> Any:
-        result = loop["loss_fn"](eqx.combine(trainable, frozen), batch, key)
-        return result[0] if isinstance(result, tuple) else result
+        result = arguments["loss_fn"](eqx.combine(trainable, frozen), batch, key)
+        if isinstance(result, tuple):
+            return result[0]
+        return result
 
     @eqx.filter_jit(donate="all-except-first")
     def step(constant: Any, trainable: Any, opt_state: Any) -> Any:
@@ -302,7 +306,7 @@ def time_of_loop(loop: dict[str, Any]) -> float:
         return optax.apply_updates(trainable, updates), opt_state, value
 
     begin = 0.0
-    trainable = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainable)
+    trainable = copied(trainable)
     for i in range(WARM_UP + TIMED):
         constant = (frozen, batches[i % len(batches)], jax.random.fold_in(key, i))
         trainable, opt_state, value = step(constant, trainable, opt_state)
@@ -313,26 +317,26 @@ def time_of_loop(loop: dict[str, Any]) -> float:
     return (time.perf_counter() - begin) / TIMED
 
 
-def time_of_compiled_step(loop: dict[str, Any]) -> float:
+def time_of_compiled_step(arguments: dict[str, Any]) -> float:
     """Seconds of a step of a learner's own loop, with its metrics read, on the same inputs."""
-    step = rc.compile_step(loop["step"], loop["shardings"])
+    step = rc.compile_step(arguments["step"], arguments["shardings"])
     with rc.metrics_reader(False) as reader:
-        return time_of_steps(step, loop, lambda i, metrics: reader.push(i + 1, metrics))
+        return time_of_steps(step, arguments, lambda i, metrics: reader.push(i + 1, metrics))
 
 
-def time_of_jitted_step(loop: dict[str, Any]) -> float:
+def time_of_jitted_step(arguments: dict[str, Any]) -> float:
     """The same with `jax.jit` alone."""
-    return time_of_steps(eqx.filter_jit(loop["step"], donate="all"), loop, lambda i, metrics: None)
+    step = eqx.filter_jit(arguments["step"], donate="all")
+    return time_of_steps(step, arguments, lambda i, metrics: None)
 
 
-def time_of_steps(step: Any, loop: dict[str, Any], read: Any) -> float:
-    copy = lambda x: x.copy() if eqx.is_array(x) else x
-    state = jax.tree.map(copy, loop["state"])
-    inputs = loop["collect"](state, 1)
+def time_of_steps(step: Any, arguments: dict[str, Any], log: Any) -> float:
+    state = copied(arguments["state"])
+    inputs = arguments["collect"](state, 1)
     begin = 0.0
     for i in range(WARM_UP + TIMED):
         state, metrics = step(state, *inputs)
-        read(i, metrics)
+        log(i, metrics)
         if i + 1 == WARM_UP:
             jax.block_until_ready(metrics)
             begin = time.perf_counter()
@@ -340,11 +344,23 @@ def time_of_steps(step: Any, loop: dict[str, Any], read: Any) -> float:
     return (time.perf_counter() - begin) / TIMED
 
 
-def collated(loop: dict[str, Any]) -> list[Any]:
+def copied(state: Any) -> Any:
+    """Copies the arrays of a state, which a step donates."""
+    arrays, static = eqx.partition(state, eqx.is_array)
+    return eqx.combine(jax.tree.map(lambda x: x.copy(), arrays), static)
+
+
+def collated(arguments: dict[str, Any]) -> list[Any]:
     """The first batches of the run, on the device."""
-    names = ("collate_fn", "batch_size", "mesh", "key")
-    options: dict[str, Any] = {name: loop[name] for name in names} | {"steps": WARM_UP + TIMED}
-    return [batch.arrays for batch in rc.batches(loop["examples"], **options)]
+    data = rc.batches(
+        arguments["examples"],
+        arguments.get("collate_fn"),
+        batch_size=arguments["batch_size"],
+        mesh=arguments["mesh"],
+        key=arguments["key"],
+        steps=WARM_UP + TIMED,
+    )
+    return [batch.arrays for batch in data]
 
 
 def table(results: dict[str, Any], page: str) -> str:
@@ -360,13 +376,17 @@ def table(results: dict[str, Any], page: str) -> str:
 
 def table_row(example: Example, measured: dict[str, Any], old_figures: list[str]) -> list[str]:
     lines = count_lines((SCRIPTS / f"{example.name}.py").read_text("utf-8"))
-    theirs = [sum(column) for column in zip(*example.redco.values(), strict=True)]
+    redco = ""
+    if example.redco:
+        redco = "{} ({})".format(*map(sum, zip(*example.redco.values(), strict=True)))
+    sign = "≥"
+    if example.lower_is_better:
+        sign = "≤"
     return [
         f"[`{example.name}.py`](#{example.name.replace('_', '-')})",
         "{} ({})".format(*lines),
-        "{} ({})".format(*theirs) if theirs else "",
-        f"{example.figure.replace('_', ' ')} {'≤' if example.lower_is_better else '≥'} "
-        f"{example.threshold:g}",
+        redco,
+        f"{example.figure.replace('_', ' ')} {sign} {example.threshold:g}",
         *table_figures(example, measured, old_figures),
     ]
 
@@ -378,16 +398,18 @@ def table_figures(example: Example, measured: dict[str, Any], old: list[str]) ->
     if all(example.figure in run for run in seeds):
         of_seeds = ", ".join(f"{run[example.figure]:.3g}" for run in seeds)
         minutes = f"{statistics.median(run['processor_minutes'] for run in seeds):.1f}"
-    return [of_seeds, minutes, f"{measured['step']:.2f}" if "step" in measured else step]
+    if "step" in measured:
+        step = f"{measured['step']:.2f}"
+    return [of_seeds, minutes, step]
 
 
 def check_redco(clone: Path) -> None:
     """Exits if Redco's files in a clone do not have the numbers of lines that are recorded."""
     for example in EXAMPLES:
         for file, recorded in example.redco.items():
-            counts = count_lines((clone / "examples" / file).read_text("utf-8"))
-            print(f"{file}: {counts[0]} lines, {counts[1]} with code")
-            if counts != recorded:
+            counted = count_lines((clone / "examples" / file).read_text("utf-8"))
+            print(f"{file}: {counted[0]} lines, {counted[1]} with code")
+            if counted != recorded:
                 raise SystemExit(f"Recorded are {recorded}. Correct {__file__}.")
 
 
@@ -395,11 +417,14 @@ def measure(name: str, seeds: tuple[int, ...] | None, out: Path, results: dict[s
     """Adds the results of an experiment, and copies the picture of the first seed to the docs."""
     example = example_of(name)
     cell = results.setdefault(name, {"seeds": {}})
-    for seed in example.seeds if seeds is None else seeds:
+    if seeds is None:
+        seeds = example.seeds
+    for seed in seeds:
         directory = out / name / str(seed)
         shutil.rmtree(directory, ignore_errors=True)
-        cell["seeds"][str(seed)] = result = run(name, seed, directory)
-        print(f"{name}, seed {seed}: {result}", flush=True)
+        figures = run(name, seed, directory)
+        cell["seeds"][str(seed)] = figures
+        print(f"{name}, seed {seed}: {figures}", flush=True)
         if seed == example.seeds[0] and example.picture.endswith(".png"):
             (picture,) = directory.glob(f"*/{example.picture}")
             shutil.copy(picture, DOCS / "images" / f"{name}.png")
@@ -425,8 +450,12 @@ def main(
         check_redco(redco)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
-    for name in [example.name for example in EXAMPLES] if names is None else names:
+    results = {}
+    if file.exists():
+        results = json.loads(file.read_text())
+    if names is None:
+        names = [example.name for example in EXAMPLES]
+    for name in names:
         measure(name, seeds, out, results)
         if step_times:
             results[name]["step"] = step_time_ratio(name)

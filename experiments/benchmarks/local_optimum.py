@@ -16,10 +16,12 @@ import re
 import sys
 from collections.abc import Iterator
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import tyro
 from architectures import VARIED, Case
 from collectives import choose, make_mesh, parse_mesh
@@ -59,9 +61,13 @@ def main(
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     selected = choose(cases, {case.name: case for case in VARIED})
-    columns = choose(simple, dict.fromkeys(COLUMNS)) if simple else {}
+    columns = {}
+    if simple:
+        columns = choose(simple, dict.fromkeys(COLUMNS))
     file = out / "local_optimum.json"
-    rows: list[Row] = json.loads(file.read_text()) if file.exists() else []
+    rows: list[Row] = []
+    if file.exists():
+        rows = json.loads(file.read_text())
     out.mkdir(parents=True, exist_ok=True)
     sizes = [parse_mesh(text) for text in meshes]
     for case, size in itertools.product(selected.values(), sizes):
@@ -70,8 +76,8 @@ def main(
         file.write_text(json.dumps(rows, indent=1))
         print(*line(row), sep="  ", file=sys.stderr, flush=True)
         jax.clear_caches()
-    wanted = {(name, size) for name in selected for size in sizes}
-    rows = [row for row in rows if key(row) in wanted]
+    measured = {*itertools.product(selected, sizes)}
+    rows = [row for row in rows if key(row) in measured]
     print_results(rows)
     if check and any(better(row) for row in rows):
         raise SystemExit("Some plans are improved by sharding one array differently; see above.")
@@ -85,16 +91,25 @@ def measure_changes(case: Case, mesh: Mesh, columns: list[str], changes: bool) -
     """The communication of the plan's program, of other layouts, and of all changes."""
     plan = make_plan(case, mesh)
     own = compile_plan(case, mesh, plan)
-    seen, measured = {describe(plan)}, []
-    for path, spec in alternatives(plan, mesh) if changes else ():
+    compiled, measured = {describe(plan)}, []
+    specs_to_try = ()
+    if changes:
+        specs_to_try = alternatives(plan, mesh)
+    for path, spec in specs_to_try:
         changed = make_plan(case, mesh, [(f"^{re.escape(path)}$", spec)])
-        if describe(changed) in seen or bytes_of(changed) > SAME_MEMORY * bytes_of(plan):
+        if describe(changed) in compiled or bytes_of(changed) > SAME_MEMORY * bytes_of(plan):
             continue
-        seen.add(describe(changed))
-        sent = compile_plan(case, mesh, changed)["sent_bytes"]
-        change = {"path": path, "spec": str(spec), "sent_bytes": sent, "work": work_of(changed)}
-        measured.append(change | {"priced_bytes": estimated_bytes(changed)})
-    others = {column: measure(case, mesh, column) for column in columns}
+        compiled.add(describe(changed))
+        measured.append(
+            {
+                "path": path,
+                "spec": str(spec),
+                "sent_bytes": compile_plan(case, mesh, changed)["sent_bytes"],
+                "work": work_of(changed),
+                "priced_bytes": estimated_bytes(changed),
+            }
+        )
+    layouts = [measure(case, mesh, column) for column in columns]
     return {
         "case": case.name,
         "mesh": list(mesh.shape.values()),
@@ -104,7 +119,7 @@ def measure_changes(case: Case, mesh: Mesh, columns: list[str], changes: bool) -
         "work": work_of(plan),
         "changes": measured,
         "param_bytes": own["param_bytes"],
-        "simple": [row for row in others.values() if row and "error" not in row],
+        "simple": [row for row in layouts if row and "error" not in row],
     }
 
 
@@ -157,40 +172,58 @@ def alternatives(plan: Any, mesh: Mesh) -> Iterator[tuple[str, P]]:
 def specs(shape: tuple[int, ...], mesh: Mesh) -> Iterator[P]:
     axes = [axis for axis in ("fsdp", "model") if mesh.shape[axis] > 1]
     for places in itertools.product(range(len(shape)), repeat=len(axes)):
-        placed = list(zip(axes, places, strict=True))
-        on = [tuple(axis for axis, d in placed if d == at) for at in range(len(shape))]
-        parts = [prod(mesh.shape[axis] for axis in names) for names in on]
-        if all(size % n == 0 for size, n in zip(shape, parts, strict=True)):
-            entries = [names[0] if len(names) == 1 else names or None for names in on]
-            while entries[-1] is None:
-                entries.pop()
-            yield P(*entries)
+        axes_of_dims: list[tuple[str, ...]] = [()] * len(shape)
+        for axis, dim in zip(axes, places, strict=True):
+            axes_of_dims[dim] += (axis,)
+        parts = [prod(map(mesh.shape.__getitem__, names)) for names in axes_of_dims]
+        if any(np.remainder(shape, parts)):
+            continue
+        entries: list[Any] = []
+        for names in axes_of_dims:
+            if len(names) > 1:
+                entries.append(names)
+            else:
+                entries.append(next(iter(names), None))
+        while entries[-1] is None:
+            entries.pop()
+        yield P(*entries)
+
+
+def less(row: Row) -> list[Row]:
+    """The changes that communicate at least 1 % less."""
+    return [change for change in row["changes"] if change["sent_bytes"] < LESS * row["sent_bytes"]]
 
 
 def better(row: Row) -> list[Row]:
     """The changes that communicate less without more work for a device."""
-    less = [change for change in row["changes"] if change["sent_bytes"] < LESS * row["sent_bytes"]]
-    return [change for change in less if change["work"] <= SAME_WORK * row["work"]]
+    return [change for change in less(row) if change["work"] <= SAME_WORK * row["work"]]
 
 
 def line(row: Row) -> list[str]:
-    own = row["sent_bytes"]
-    least = min((change["sent_bytes"] for change in row["changes"]), default=None)
-    less = [change for change in row["changes"] if change["sent_bytes"] < LESS * own]
     room = SAME_MEMORY * row["param_bytes"]
-    simple = [change["sent_bytes"] for change in row["simple"] if change["param_bytes"] <= room]
-    ratio = lambda other: "-" if not other else f"{own / other:.2f}"
+    small = [layout for layout in row["simple"] if layout["param_bytes"] <= room]
     return [
         f"{row['case']}, {','.join(map(str, row['mesh']))}",
-        f"{own / 1e6:.3f}",
-        ratio(row["priced_bytes"]),
-        ratio(min(simple, default=None)),
-        ratio(min((layout["sent_bytes"] for layout in row["simple"]), default=None)),
+        f"{row['sent_bytes'] / 1e6:.3f}",
+        ratio(row, row["priced_bytes"]),
+        ratio(row, least_sent(small)),
+        ratio(row, least_sent(row["simple"])),
         str(len(row["changes"])),
-        str(len(less)),
+        str(len(less(row))),
         str(len(better(row))),
-        ratio(least),
+        ratio(row, least_sent(row["changes"])),
     ]
+
+
+def least_sent(layouts: list[Row]) -> int | None:
+    return min((layout["sent_bytes"] for layout in layouts), default=None)
+
+
+def ratio(row: Row, reference_bytes: int | None) -> str:
+    """The bytes that the plan communicates, relative to others."""
+    if not reference_bytes:
+        return "-"
+    return f"{row['sent_bytes'] / reference_bytes:.2f}"
 
 
 HEAD = ["model, mesh", "MB communicated", "of estimate", "of simple", "of any", "changes"]
@@ -200,9 +233,9 @@ HEAD += ["less", "better", "of least"]
 def print_results(rows: list[Row]) -> None:
     print(markdown(HEAD, [line(row) for row in rows]))
     for row in rows:
-        for change in sorted(better(row), key=lambda change: change["sent_bytes"]):
-            sent = f"{change['sent_bytes'] / 1e6:.3f} MB against {row['sent_bytes'] / 1e6:.3f}"
-            print(f"{line(row)[0]}: {change['path']} as {change['spec']}: {sent}")
+        for change in sorted(better(row), key=itemgetter("sent_bytes")):
+            sizes = f"{change['sent_bytes'] / 1e6:.3f} MB against {row['sent_bytes'] / 1e6:.3f}"
+            print(f"{line(row)[0]}: {change['path']} as {change['spec']}: {sizes}")
 
 
 if __name__ == "__main__":

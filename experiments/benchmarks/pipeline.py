@@ -87,11 +87,11 @@ def exact() -> None:
         for mesh in STAGES:
             plan = rc.plan_shardings(model, rc.make_mesh(**mesh), fn=loss_fn, args=(batch, KEY))
             errors = plan.verify(loss_fn, model, batch, KEY, tolerance=1e-5)
+            loss_error = errors.pop("loss")
             pipeline = plan.report.program.pipeline
             assert pipeline is not None
-            worst = max(error for path, error in errors.items() if path != "loss")
             line = f"| {name} | {written(mesh)} | {pipeline.microbatches} |"
-            print(f"{line} {errors['loss']:.1e} | {worst:.1e} |", flush=True)
+            print(f"{line} {loss_error:.1e} | {max(errors.values()):.1e} |", flush=True)
 
 
 def bytes_(target: str) -> None:
@@ -110,15 +110,23 @@ def bytes_(target: str) -> None:
         program = run.plan.report.program
         planned = [(each.axes, each.bytes) for each in program.traffic]
         compiled = [(each["axis"].split("+"), each["bytes"]) for each in run.report["traffic"]]
-        pipeline = program.pipeline
-        stages = f"{pipeline.microbatches} | {pipeline.bubble:.0%}" if pipeline else "- | -"
-        sent = " | ".join(
-            f"{sum(size for axes, size in sends if axis is None or axis in axes) / 1e9:.2f}"
-            for axis in (None, "pipe")
-            for sends in (planned, compiled)
-        )
-        memory = f"{program.memory.total / 1e9:.1f} | {run.memory['peak'] / 1e9:.1f}"
-        print(f"| {written(mesh)} | {stages} | {sent} | {memory} |", flush=True)
+        stages = "- | -"
+        if program.pipeline:
+            stages = f"{program.pipeline.microbatches} | {program.pipeline.bubble:.0%}"
+        cells = [written(mesh), stages]
+        for axis in (None, "pipe"):
+            cells += [gigabytes_sent(planned, axis), gigabytes_sent(compiled, axis)]
+        cells += [f"{program.memory.total / 1e9:.1f}", f"{run.memory['peak'] / 1e9:.1f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def gigabytes_sent(collectives: list[tuple[Any, int]], axis: str | None) -> str:
+    """What a device sends along an axis, or along all."""
+    total = 0
+    for axes, size in collectives:
+        if axis is None or axis in axes:
+            total += size
+    return f"{total / 1e9:.2f}"
 
 
 def meshes_of(count: int) -> list[dict[str, int]]:
@@ -147,7 +155,10 @@ def main(
         what: The table.
         target: The devices of `bytes`, as for `redcoast.dry_run`.
     """
-    exact() if what == "exact" else bytes_(target)
+    if what == "exact":
+        exact()
+    else:
+        bytes_(target)
 
 
 if __name__ == "__main__":

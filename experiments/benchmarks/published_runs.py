@@ -137,8 +137,8 @@ def main(
         return
     programs = [program for program in programs if stored(program).exists()]
     if fit:
-        for family, efficiency in fit_efficiencies(programs).items():
-            print(family, efficiency)
+        for family, efficiencies in fit_efficiencies(programs).items():
+            print(family, efficiencies)
         return
     write(predict(programs), page)
 
@@ -163,11 +163,11 @@ def compile_depths(program: Program) -> dict[str, Any]:
     depths = [program.model["layers"]]
     if program.devices.chip.kind == "gpu":
         depths = [depth for depth in DEPTHS if depth < program.model["layers"]]
-    by_depth = {}
+    schedules = {}
     for depth in depths:
         shallow = replace(program, model={**program.model, "layers": depth})
-        by_depth[str(depth)] = compile_program(shallow)
-    return by_depth
+        schedules[str(depth)] = compile_program(shallow)
+    return schedules
 
 
 def compile_program(program: Program) -> dict[str, Any]:
@@ -302,7 +302,9 @@ def encode(events: Sequence[Event]) -> list[Any]:
             case KernelWork(_, kind, flops, size, misaligned):
                 if misaligned:
                     kind = _MISALIGNED
-                before = encoded[-1] if encoded else []
+                before = []
+                if encoded:
+                    before = encoded[-1]
                 alike = before[:3] == ["kernel", kind, dict(flops)]
                 if alike and (not flops or before[3] == size * before[4]):
                     before[3] += size
@@ -354,7 +356,7 @@ def decode_transfer(data: Sequence[Any]) -> Transfer:
 def schedules_of(path: Path) -> dict[int, tuple[Event, ...]]:
     """The schedules of a program by their numbers of layers."""
     data = json.loads(path.read_text("utf-8"))
-    return {int(layers): tuple(decode(program["events"])) for layers, program in data.items()}
+    return {int(layers): tuple(decode(schedule["events"])) for layers, schedule in data.items()}
 
 
 # Predicting
@@ -366,9 +368,11 @@ def predict(
     """All runs of some programs, with the efficiencies of the library or others, by family."""
     predictions = []
     for program in programs:
+        attained = None
+        if efficiencies is not None:
+            attained = efficiencies[family_of(program)]
         for run in program.runs:
             groups = int(run["groups"])
-            attained = None if efficiencies is None else efficiencies[family_of(program)]
             step = predicted(program, groups, attained)
             predictions.append(Prediction(program, groups, published_seconds(program, run), step))
     return predictions
@@ -395,13 +399,16 @@ def predicted(program: Program, groups: int, attained: Efficiencies | None) -> S
     schedules = schedules_of(stored(program))
     steps = {layers: estimate(events) for layers, events in schedules.items()}
     step = at_depth(steps, program.model["layers"])
-    compiled_groups = 1 if chip.kind == "tpu" else devices.hosts
+    compiled_groups = devices.hosts
+    if chip.kind == "tpu":
+        compiled_groups = 1
     if groups == compiled_groups:
         return step
-    attained = efficiencies_of(chip) if attained is None else attained
+    if attained is None:
+        attained = efficiencies_of(chip)
     gradients = 2 * parameters(program) / devices.count
-    sent = 2 * (groups - 1) / groups * gradients
-    summing = sent / (attained.between * chip.host_bandwidth)
+    sent_bytes = 2 * (groups - 1) / groups * gradients
+    summing = sent_bytes / (attained.between * chip.host_bandwidth)
     backward = 0.6 * (step.products + step.attention + step.other)
     waited = max(summing / program.model["layers"], summing - backward)
     return replace(step, seconds=step.seconds + waited, exposed={**step.exposed, "between": waited})
@@ -422,16 +429,16 @@ def at_depth(steps: Mapping[int, StepTime], layers: int) -> StepTime:
 
     products = between(first.products, second.products)
     attention = between(first.attention, second.attention)
-    other = between(first.other, second.other)
+    rest = between(first.other, second.other)
     exposed = between_all(first.exposed, second.exposed)
     waiting = between(first.waiting, second.waiting)
-    seconds = products + attention + other + sum(exposed.values()) + waiting
+    seconds = products + attention + rest + sum(exposed.values()) + waiting
     at_peak = between(first.seconds * first.utilisation, second.seconds * second.utilisation)
     return StepTime(
         seconds=seconds,
         products=products,
         attention=attention,
-        other=other,
+        other=rest,
         exposed=exposed,
         hidden=between_all(first.hidden, second.hidden),
         waiting=waiting,
@@ -443,7 +450,9 @@ def at_depth(steps: Mapping[int, StepTime], layers: int) -> StepTime:
 
 def chip_of(program: Program) -> Chip:
     chip = program.devices.chip
-    return chip if program.chip is None else replace(chip, **program.chip)
+    if program.chip is None:
+        return chip
+    return replace(chip, **program.chip)
 
 
 @ft.cache
@@ -459,7 +468,9 @@ def links_of(name: str) -> tuple[dict[str, float], frozenset[str]]:
 
 def family_of(program: Program) -> str:
     chip = program.devices.chip
-    return "tpu" if chip.kind == "tpu" else chip.name.partition("-")[0]
+    if chip.kind == "tpu":
+        return "tpu"
+    return chip.name.partition("-")[0]
 
 
 def parameters(program: Program) -> int:
@@ -467,7 +478,9 @@ def parameters(program: Program) -> int:
     model = program.model
     size = model.get("head_size", model["width"] // model["heads"])
     heads = 2 * model["heads"] + 2 * model.get("kv_heads", model["heads"])
-    matrices = 3 if model["kind"] == "llama" else 2
+    matrices = 2
+    if model["kind"] == "llama":
+        matrices = 3
     layer = model["width"] * (heads * size + matrices * model["hidden"])
     return model["layers"] * layer + model["vocab"] * model["width"]
 
@@ -518,7 +531,7 @@ def fit_family(family: str, programs: Sequence[Program]) -> Efficiencies:
         predictions = predict(programs, {family: attained})
         # A weak pull towards the start decides what the runs leave open.
         prior = sum((getattr(attained, name) - getattr(best_at_start, name)) ** 2 for name in STEPS)
-        squares = [math.log1p(each.error) ** 2 for each in predictions]
+        squares = [math.log1p(prediction.error) ** 2 for prediction in predictions]
         return sum(squares) / len(squares) + 1e-3 * prior
 
     best_at_start = best
@@ -535,9 +548,8 @@ def fit_family(family: str, programs: Sequence[Program]) -> Efficiencies:
 
 
 def write(predictions: Sequence[Prediction], page: Path | None) -> None:
-    table = Printed()
     for fitted, name in ((True, "fitted"), (False, "blind")):
-        rows = [each for each in predictions if each.program.fit == fitted]
+        rows = [prediction for prediction in predictions if prediction.program.fit == fitted]
         table = Printed()
         if rows:
             table.add(*summary(rows), "", *lines(rows))
@@ -567,25 +579,34 @@ def lines(predictions: Sequence[Prediction]) -> list[str]:
     for prediction in predictions:
         step = prediction.step
         exposed = sum(step.exposed.values())
-        times = (step.products, step.attention, step.other, exposed, step.waiting)
-        shares = [f"{time / step.seconds:.0%}" for time in times]
-        seconds = (f"{prediction.published:.3g}", f"{step.seconds:.3g}", f"{prediction.error:+.0%}")
-        run = prediction.program.name, str(prediction.groups)
-        rows.append(f"| {' | '.join((*run, *seconds, *shares))} |")
+        cells = [
+            prediction.program.name,
+            str(prediction.groups),
+            f"{prediction.published:.3g}",
+            f"{step.seconds:.3g}",
+            f"{prediction.error:+.0%}",
+        ]
+        for time in (step.products, step.attention, step.other, exposed, step.waiting):
+            cells.append(f"{time / step.seconds:.0%}")
+        rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
+def size_of_error(prediction: Prediction) -> float:
+    return abs(prediction.error)
+
+
 def summary(predictions: Sequence[Prediction]) -> list[str]:
-    errors = [abs(each.error) for each in predictions]
-    worst = max(predictions, key=lambda each: abs(each.error))
-    projects = len({each.program.project for each in predictions})
+    errors = [*map(size_of_error, predictions)]
+    worst = max(predictions, key=size_of_error)
+    projects = len({prediction.program.project for prediction in predictions})
     text = [
         f"{len(predictions)} runs of {projects} projects: the median error is "
         f"{statistics.median(errors):.0%}, the largest {max(errors):.0%} ({worst.program.name}).",
     ]
-    alike = [each for each in predictions if not each.program.differs]
+    alike = [prediction for prediction in predictions if not prediction.program.differs]
     if len(alike) < len(predictions):
-        worst = max(alike, key=lambda each: abs(each.error))
+        worst = max(alike, key=size_of_error)
         text.append(
             f"Of the {len(alike)} whose programs do the work of ours, the largest is "
             f"{abs(worst.error):.0%} ({worst.program.name})."
@@ -597,30 +618,28 @@ def order(predictions: Sequence[Prediction]) -> list[str]:
     """How often the faster of two runs, by tokens of a model per device, is predicted so."""
     right = total = 0
     wrong = []
-    for run, other in it.combinations(predictions, 2):
-        if not comparable(run, other):
+    rate = lambda x, seconds: model_flops(x.program) / seconds
+    for a, b in it.combinations(predictions, 2):
+        if not comparable(a, b):
             continue
-        rate = lambda x, seconds: model_flops(x.program) / seconds
-        published = rate(run, run.published) / rate(other, other.published)
-        estimated = rate(run, run.step.seconds) / rate(other, other.step.seconds)
+        published = rate(a, a.published) / rate(b, b.published)
+        estimated = rate(a, a.step.seconds) / rate(b, b.step.seconds)
         if abs(published - 1) < 0.02:
             continue
         total += 1
         if (published > 1) == (estimated > 1):
             right += 1
         else:
-            wrong.append((run, other, published, estimated))
-    text = [f"Of {total} pairs of runs of one project and chip, {right} are in the right order."]
-    for run, other, published, estimated in wrong:
-        names = f"{run.program.name} on {run.groups}, {other.program.name} on {other.groups}"
-        text.append(f"- {names}: published {published:.2f}, predicted {estimated:.2f}")
-    return text
+            names = f"{a.program.name} on {a.groups}, {b.program.name} on {b.groups}"
+            wrong.append(f"- {names}: published {published:.2f}, predicted {estimated:.2f}")
+    summary = f"Of {total} pairs of runs of one project and chip, {right} are in the right order."
+    return [summary, *wrong]
 
 
-def comparable(run: Prediction, other: Prediction) -> bool:
+def comparable(a: Prediction, b: Prediction) -> bool:
     """Whether two runs are of one project, on one kind of chip."""
-    same = run.program.project == other.program.project
-    return same and run.program.devices.chip == other.program.devices.chip
+    same_project = a.program.project == b.program.project
+    return same_project and a.program.devices.chip == b.program.devices.chip
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def losses(name: str, mesh: str, steps: int, change: float = 0.0) -> np.ndarray:
     init_fn: Callable[..., Any] = module.init_fn
 
     def changed(*args: Any) -> Any:
-        scale = lambda x: x * (1 + change) if eqx.is_inexact_array(x) else x
-        return jax.tree.map(scale, init_fn(*args))
+        weights, rest = eqx.partition(init_fn(*args), eqx.is_inexact_array)
+        return eqx.combine(jax.tree.map(lambda x: x * (1 + change), weights), rest)
 
     with tempfile.TemporaryDirectory() as directory, mock.patch.object(module, "init_fn", changed):
         args = ["--mesh", mesh, "--steps", steps, "--episodes", 2, "--directory", directory]
@@ -49,9 +49,10 @@ def losses(name: str, mesh: str, steps: int, change: float = 0.0) -> np.ndarray:
 def differences(name: str, steps: int = 20) -> dict[str, np.ndarray]:
     """The distances from the losses on one device, of changed weights and of each mesh."""
     expected = losses(name, "1", steps)
-    distances = {"changed weights": losses(name, "1", steps, CHANGE)}
-    distances |= {mesh: losses(name, mesh, steps) for mesh in MESHES}
-    return {key: np.abs(x - expected) for key, x in distances.items()}
+    errors = {"changed weights": np.abs(losses(name, "1", steps, CHANGE) - expected)}
+    for mesh in MESHES:
+        errors[mesh] = np.abs(losses(name, mesh, steps) - expected)
+    return errors
 
 
 def main(
@@ -67,15 +68,15 @@ def main(
     rc.emulate_devices(8)
     jax.config.update("jax_enable_x64", True)
     logging.disable(logging.WARNING)  # mpe2 warns of each action in float64
-    distances = {name: differences(name, steps) for name in names}
-    for name, of_runs in distances.items():
+    results: dict[str, dict[str, list[float]]] = {}
+    for name in names:
+        of_runs = differences(name, steps)
+        results[name] = {run: errors.tolist() for run, errors in of_runs.items()}
         print(f"{name}: iteration, then the difference of {', '.join(of_runs)}")
         for i, row in enumerate(zip(*of_runs.values(), strict=True), 1):
             print(f"{i:3d} " + " ".join(f"{x:10.1e}" for x in row))
     if out is not None:
-        out.write_text(
-            json.dumps({k: {m: [*x] for m, x in v.items()} for k, v in distances.items()})
-        )
+        out.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -52,9 +52,11 @@ def main(
     rc.emulate_devices(8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    selected = choose(cases or (FAST_CASES if fast else ()), {case.name: case for case in CASES})
+    if fast:
+        cases, meshes = cases or FAST_CASES, meshes or FAST_MESHES
+    selected = choose(cases, {case.name: case for case in CASES})
     names = list(choose(columns, dict.fromkeys(COLUMNS)))
-    sizes = [parse_mesh(text) for text in meshes or (FAST_MESHES if fast else MESHES)]
+    sizes = [*map(parse_mesh, meshes or MESHES)]
     out.mkdir(parents=True, exist_ok=True)
     results = read_results(out)
     for case in selected.values():
@@ -107,20 +109,24 @@ def add_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
     """Adds a row or replaces the one with the same key; sorts rows by case and mesh."""
     key = lambda row: (row["case"], row["mesh"], row["column"])
     rows[:] = [old for old in rows if key(old) != key(row)] + [row]
-    cases, meshes = [case.name for case in CASES], [list(parse_mesh(text)) for text in MESHES]
-    place = lambda value, known: known.index(value) if value in known else len(known)
-    rows.sort(key=lambda row: (place(row["case"], cases), place(row["mesh"], meshes)))
+    cases = {case.name: place for place, case in enumerate(CASES)}
+    meshes = {parse_mesh(text): place for place, text in enumerate(MESHES)}
+    case_of = lambda row: cases.get(row["case"], len(cases))
+    mesh_of = lambda row: meshes.get(tuple(row["mesh"]), len(meshes))
+    rows.sort(key=lambda row: (case_of(row), mesh_of(row)))
 
 
 def report(row: dict[str, Any]) -> None:
-    sent = row.get("error") or f"{row['sent_bytes'] / 1e6:.2f} MB"
+    outcome = row.get("error") or f"{row['sent_bytes'] / 1e6:.2f} MB"
     place = f"{row['case']}, {','.join(map(str, row['mesh']))}, {row['column']}"
-    print(f"{place}: {sent}", file=sys.stderr, flush=True)
+    print(f"{place}: {outcome}", file=sys.stderr, flush=True)
 
 
 def read_results(out: Path) -> dict[str, Any]:
     file = out / "collectives.json"
-    return json.loads(file.read_text()) if file.exists() else {"rows": []}
+    if not file.exists():
+        return {"rows": []}
+    return json.loads(file.read_text())
 
 
 def write_results(out: Path, results: dict[str, Any]) -> None:

@@ -71,12 +71,13 @@ def of_mesh(rows: list[dict[str, Any]], mesh: tuple[int, ...], images: str) -> s
         for family, words in FAMILIES.items()
         if any(row["family"] == family for row in here)
     ]
-    tables = folded(f"The figures for {title}", sent_table(rows, mesh, columns))
-    details = detail_table(rows, mesh)
-    own = folded(f"More of redcoast's programs for {title}", details) if details else ""
+    table, details = sent_table(rows, mesh, columns), detail_table(rows, mesh)
     if mesh not in MIXED:
-        return folded(title, "\n\n".join([*pictures, sent_table(rows, mesh, columns), details]))
-    return "\n\n".join([f"### {title}", *pictures, tables, own])
+        return folded(title, "\n\n".join([*pictures, table, details]))
+    if details:
+        details = folded(f"More of redcoast's programs for {title}", details)
+    table = folded(f"The figures for {title}", table)
+    return "\n\n".join([f"### {title}", *pictures, table, details])
 
 
 def folded(title: str, text: str) -> str:
@@ -87,12 +88,14 @@ def folded(title: str, text: str) -> str:
 def claim_list(claims: list[dict[str, Any]]) -> str:
     """Each claim with its worst figure, and the places where it does not hold."""
     lines = []
-    for result in claims:
-        met = result["checked"] - len(result["failed"])
-        mark = "Holds" if result["holds"] else "Does not hold everywhere"
-        of = f"{met} of {result['checked']}; worst: {result['worst']}"
-        lines.append(f"- **{mark}**: {result['claim']} ({of})")
-        lines += [f"    - {line}" for line in result["failed"]]
+    for claim in claims:
+        met = claim["checked"] - len(claim["failed"])
+        mark = "Does not hold everywhere"
+        if claim["holds"]:
+            mark = "Holds"
+        of = f"{met} of {claim['checked']}; worst: {claim['worst']}"
+        lines.append(f"- **{mark}**: {claim['claim']} ({of})")
+        lines += [f"    - {line}" for line in claim["failed"]]
     return "\n".join(lines)
 
 

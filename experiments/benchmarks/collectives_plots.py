@@ -50,20 +50,22 @@ def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) ->
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    places = {
-        case: columns
-        for (case, _), columns in by_place(rows).items()
-        if columns.get(base, {}).get("sent_bytes")
-    }
+    places = {}
+    for (case, _), columns in by_place(rows).items():
+        if columns.get(base, {}).get("sent_bytes"):
+            places[case] = columns
     if not places:
         return
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.3 * len(places)), layout="constrained")
     for name, style in STYLES.items():
-        here = [(y, row) for y, row in enumerate(places.values()) if name in row]
-        values = [row[name]["sent_bytes"] / row[base]["sent_bytes"] for _, row in here]
-        if here:
+        ratios, lines = [], []
+        for line, columns in enumerate(places.values()):
+            if name in columns:
+                ratios.append(columns[name]["sent_bytes"] / columns[base]["sent_bytes"])
+                lines.append(line)
+        if lines:
             marks: dict[str, Any] = {"fillstyle": "none", "linestyle": "none"} | style
-            axes.plot(values, [y for y, _ in here], label=name, **marks)
+            axes.plot(ratios, lines, label=name, **marks)
     axes.axvline(1, color="black", linewidth=0.8, zorder=0)
     axes.grid(axis="y", linewidth=0.3)
     axes.set_yticks(range(len(places)), list(places))

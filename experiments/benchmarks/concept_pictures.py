@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     title: str
     batch: str
     matrix: str
-    sent: tuple[str, ...]
+    communication: tuple[str, ...]
 
 
 KINDS = (
@@ -41,7 +41,9 @@ KINDS = (
 
 
 def text(x: float, y: float, words: str, *, size: int = 13, bold: bool = False) -> str:
-    weight = ' font-weight="bold"' if bold else ""
+    weight = ""
+    if bold:
+        weight = ' font-weight="bold"'
     return f'<text x="{x}" y="{y}" font-size="{size}"{weight}>{words}</text>'
 
 
@@ -50,15 +52,14 @@ def box(x: float, y: float, width: float, height: float, fill: str, style: str =
     return f'{shape} fill="{fill}" stroke="#444444" {style}/>'
 
 
-def array(x: float, y: float, width: float, shown: str, device: int) -> list[str]:
+def array(x: float, y: float, width: float, part: str, device: int) -> list[str]:
     """An array of which a device holds all, a half of the rows or a half of the columns."""
-    if shown == "all":
+    if part == "all":
         return [box(x, y, width, SIZE, SHARED)]
-    across = shown == "columns"
-    part = (width / 2, SIZE) if across else (width, SIZE / 2)
-    at = (x + device * width / 2, y) if across else (x, y + device * SIZE / 2)
     whole = box(x, y, width, SIZE, "none", 'stroke-dasharray="3 3"')
-    return [whole, box(*at, *part, COLOURS[device])]
+    if part == "columns":
+        return [whole, box(x + device * width / 2, y, width / 2, SIZE, COLOURS[device])]
+    return [whole, box(x, y + device * SIZE / 2, width, SIZE / 2, COLOURS[device])]
 
 
 def panel(left: float, kind: Kind) -> list[str]:
@@ -73,8 +74,9 @@ def panel(left: float, kind: Kind) -> list[str]:
             text(x + 22, 168, "batch", size=11),
             text(x + 78, 168, "matrix", size=11),
         ]
-    lines = enumerate(kind.sent)
-    return drawn + [text(left + 130, 204 + 18 * i, line) for i, line in lines]
+    for i, line in enumerate(kind.communication):
+        drawn.append(text(left + 130, 204 + 18 * i, line))
+    return drawn
 
 
 def drawing(width: float, height: float, drawn: list[str]) -> str:
@@ -91,8 +93,10 @@ def drawing(width: float, height: float, drawn: list[str]) -> str:
 
 
 def parallelism() -> str:
-    panels = [panel(290 * i + 5, kind) for i, kind in enumerate(KINDS)]
-    return drawing(850, 236, [part for parts in panels for part in parts])
+    drawn: list[str] = []
+    for i, kind in enumerate(KINDS):
+        drawn += panel(290 * i + 5, kind)
+    return drawing(850, 236, drawn)
 
 
 class Question(NamedTuple):
@@ -145,8 +149,9 @@ def chart() -> str:
 
 
 def arrow(x: float, y: float, to_x: float, to_y: float) -> list[str]:
-    down = to_x == x
-    wings = [(-4, -7), (4, -7)] if down else [(-7, -4), (-7, 4)]
+    wings = [(-7, -4), (-7, 4)]
+    if to_x == x:  # down
+        wings = [(-4, -7), (4, -7)]
     corners = " ".join(f"{to_x + dx},{to_y + dy}" for dx, dy in [*wings, (0, 0)])
     line = f'<path d="M{x} {y} L{to_x} {to_y}" stroke="#555555" stroke-width="1.6"/>'
     return [line, f'<polygon points="{corners}" fill="#555555"/>']

@@ -91,7 +91,9 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def make_mode(c: Config, mesh_name: str, exact: bool) -> Mode:
-    devices = jax.devices()[:1] if mesh_name == "1" else None
+    devices = None
+    if mesh_name == "1":
+        devices = jax.devices()[:1]
     mesh = rc.make_mesh(**mesh_sizes(mesh_name), devices=devices)
     sizes = LlamaConfig(c.vocab, c.width, c.layers, 4, 4, 3 * c.width, eos=(1,), pad=0)
     rng = np.random.default_rng(0)
@@ -107,7 +109,7 @@ def make_mode(c: Config, mesh_name: str, exact: bool) -> Mode:
         return loss, {"off": off}
 
     def roll_out() -> dict[str, np.ndarray]:
-        generated = rc.generate(
+        answers = rc.generate(
             state.model,
             prompts,
             c.new,
@@ -119,10 +121,10 @@ def make_mode(c: Config, mesh_name: str, exact: bool) -> Mode:
         )
         nothing = np.zeros((c.prompts, c.prompt - 1), np.float32)
         return {
-            "tokens": np.concatenate([prompts, generated.tokens], axis=1).astype(np.int32),
-            "real": np.concatenate([real, generated.mask], axis=1),
-            "answer": np.concatenate([nothing.astype(bool), generated.mask], axis=1),
-            "old": np.concatenate([nothing, generated.log_probabilities], axis=1),
+            "tokens": np.concatenate([prompts, answers.tokens], axis=1).astype(np.int32),
+            "real": np.concatenate([real, answers.mask], axis=1),
+            "answer": np.concatenate([nothing.astype(bool), answers.mask], axis=1),
+            "old": np.concatenate([nothing, answers.log_probabilities], axis=1),
             "advantage": advantage,
         }
 

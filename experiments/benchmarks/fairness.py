@@ -47,14 +47,14 @@ def main(c: Config) -> None:
         with started(c, weights) as address:
             warm(c, address)
             lines = []
-            others = {
+            loads = {
                 "nobody": lambda: time.sleep(c.seconds),
                 "(a) 11 values of top_k": lambda: top_k(address),
                 "(b) a prompt of 8 MiB": lambda: large(address),
                 "nobody again": lambda: time.sleep(c.seconds),
             }
-            for name, other in others.items():
-                lines.append([name, *measured(c, address, other)])
+            for name, load in loads.items():
+                lines.append([name, *measured(c, address, load)])
                 print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
             print(markdown(HEAD, lines))
             print(f"(c) 8 temperatures at once: {mixed(c, address):.2f} requests/s")
@@ -89,9 +89,9 @@ def started(c: Config, weights: Path) -> Iterator[str]:
         process.wait()
 
 
-def measured(c: Config, address: str, other: Callable[[], Any]) -> list[str]:
-    """The cells of a line: what small requests took while `other` ran."""
-    running = threading.Thread(target=other)
+def measured(c: Config, address: str, load: Callable[[], Any]) -> list[str]:
+    """The cells of a line: what small requests took while `load` ran."""
+    running = threading.Thread(target=load)
     began = time.perf_counter()
     running.start()
     firsts, tokens = [], 0

@@ -42,7 +42,10 @@ class Examples:
         return 8 * STEPS
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return np.full(32, np.inf if index in self.bad else index % 7, np.float32)
+        value = float(index % 7)
+        if index in self.bad:
+            value = np.inf
+        return np.full(32, value, np.float32)
 
 
 def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
@@ -66,7 +69,9 @@ def train(directory: Path, fault: str = "") -> None:
             limit_files(resource.RLIM_INFINITY)
         print(f"{step} {time.time()}", flush=True)
 
-    bad = range(8, 16) if fault == "NaN in the data" else range(0)
+    bad = range(0)
+    if fault == "NaN in the data":
+        bad = range(8, 16)
     wandb = rc.wandb_logger(project="faults", mode="offline", close_timeout=5.0)
 
     class Logs:
@@ -76,6 +81,9 @@ def train(directory: Path, fault: str = "") -> None:
             log(metrics, step)
             wandb(metrics, step)
 
+    logger: Any = log
+    if fault == "W&B's service killed":
+        logger = Logs()
     state = rc.fit(
         eqx.nn.MLP(32, 32, 256, 2, key=jax.random.key(0)),
         optax.adamw(1e-3),
@@ -85,9 +93,10 @@ def train(directory: Path, fault: str = "") -> None:
         batch_size=8,
         steps=STEPS,
         checkpoints=rc.Checkpoints(directory, every=EVERY, keep=3),
-        log=[rc.progress_logger(False), Logs() if fault == "W&B's service killed" else log],
+        log=[rc.progress_logger(False), logger],
     )
-    sys.exit(0 if state.step == STEPS else os.EX_TEMPFAIL)
+    if state.step < STEPS:
+        sys.exit(os.EX_TEMPFAIL)
 
 
 def limit_files(size: int) -> None:
@@ -106,28 +115,28 @@ def start(directory: Path, fault: str = "") -> subprocess.Popen[str]:
 def follow(process: subprocess.Popen[str], act: Callable[[int], None]) -> list[tuple[int, float]]:
     """Calls `act` at each step that a process logs; returns the steps and times when it ends."""
     assert process.stdout is not None
-    seen = []
+    steps = []
     for line in process.stdout:
         step, _, when = line.partition(" ")
         if not step.isdigit():
             continue
-        seen.append((int(step), float(when)))
+        steps.append((int(step), float(when)))
         act(int(step))
     process.communicate()
-    return seen
+    return steps
 
 
 def services(parent: int) -> list[int]:
     """The W&B service processes that are children of a process."""
-    steps = []
+    children = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             above = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
             if above == parent and b"wandb-core" in (path / "cmdline").read_bytes():
-                steps.append(int(path.name))
+                children.append(int(path.name))
         except OSError:
             continue
-    return steps
+    return children
 
 
 def inject(fault: str, process: subprocess.Popen[str], step: int) -> None:
@@ -167,9 +176,11 @@ FAULTS = [
 
 def survive(fault: str, directory: Path) -> str:
     """A row of the table: the effect of a fault, and the steps that the resumed run lost."""
-    first = start(directory, "SIGKILL" if fault == "newest checkpoint damaged" else fault)
-    what = "SIGKILL" if fault == "newest checkpoint damaged" else fault
-    before = follow(first, lambda step: inject(what, first, step))
+    injected = fault
+    if fault == "newest checkpoint damaged":
+        injected = "SIGKILL"
+    first = start(directory, injected)
+    before = follow(first, lambda step: inject(injected, first, step))
     last = before[-1][0]
     if last == STEPS and first.returncode == 0:
         return row(fault, first.returncode, "yes", "0", "-")
@@ -178,10 +189,12 @@ def survive(fault: str, directory: Path) -> str:
     begin = time.time()
     second = start(directory)
     after = follow(second, lambda step: None)
-    complete = second.returncode == 0 and after[-1][0] == STEPS
-    lost = max(0, last - after[0][0] + 1)
+    complete = "NO"
+    if second.returncode == 0 and after[-1][0] == STEPS:
+        complete = "yes"
+    lost_steps = max(0, last - after[0][0] + 1)
     seconds = after[0][1] - begin
-    return row(fault, first.returncode, "yes" if complete else "NO", str(lost), f"{seconds:.1f}")
+    return row(fault, first.returncode, complete, str(lost_steps), f"{seconds:.1f}")
 
 
 def row(*cells: Any) -> str:

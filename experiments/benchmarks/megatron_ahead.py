@@ -113,20 +113,29 @@ def measure(row: Row, target: str, known: dict[str, Any] | None) -> dict[str, An
     report = known or rc.dry_run(*arguments, target=target, suggest=False).report
     mesh, job = rc.make_mesh(**report["mesh"], devices=devices), make_job(*arguments)
     by_hand = compile_job(job, plan_by_hand(job, mesh), mesh)
-    sent = None if by_hand.refused else sum(traffic["bytes"] for traffic in by_hand.traffic or ())
+    by_hand_bytes = None
+    if not by_hand.refused:
+        by_hand_bytes = sum(collective["bytes"] for collective in by_hand.traffic or ())
     ours = {name: value for name, value in report.items() if name != "plan"}
-    theirs = {"sent_bytes": sent, "peak": by_hand.peak, "traffic": by_hand.traffic}
-    return {**ours, "model": row.model, "seq": row.seq, "batch": job.rows, "by_hand": theirs}
+    return {
+        **ours,
+        "model": row.model,
+        "seq": row.seq,
+        "batch": job.rows,
+        "by_hand": {
+            "sent_bytes": by_hand_bytes,
+            "peak": by_hand.peak,
+            "traffic": by_hand.traffic,
+        },
+    }
 
 
 def plan_by_hand(job: Job, mesh: Mesh) -> ByHand:
-    leaves = jax.tree_util.tree_leaves_with_path(job.state.model)
-    specs = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), x)
-        for path, x in leaves
-        if isinstance(x, jax.ShapeDtypeStruct)
-    ]
-    overrides = [(f"^{re.escape(name)}$", spec(name, x.shape, mesh)) for name, x in specs]
+    overrides = []
+    for path, x in jax.tree_util.tree_leaves_with_path(job.state.model):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            overrides.append((f"^{re.escape(name)}$", spec(name, x.shape, mesh)))
     plan = rc.plan_shardings(job.state, mesh, overrides=overrides)
     return ByHand(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
 
@@ -136,10 +145,11 @@ def spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     *parts, last = name.split("/")
     dim = len(shape) + SHARDED.get(last, 0)
     over = mesh.shape["model"]
-    sharded = last in SHARDED and over > 1 and shape[dim] % over == 0
-    entries = P(*("model" if sharded and d == dim else None for d in range(len(shape))))
+    entries: list[str | None] = [None] * len(shape)
+    if last in SHARDED and over > 1 and shape[dim] % over == 0:
+        entries[dim] = "model"
     stack = int("layers" in parts)
-    return also_shard(entries, shape, stack, "fsdp", mesh.shape["fsdp"])
+    return also_shard(P(*entries), shape, stack, "fsdp", mesh.shape["fsdp"])
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -150,16 +160,20 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 def line(cell: dict[str, Any]) -> list[str]:
     ours, by_hand = sent_bytes(cell), cell["by_hand"]["sent_bytes"]
+    ratio, peak_by_hand = "-", in_gib(cell["by_hand"]["peak"])
+    if ours and by_hand:
+        ratio = f"{ours / by_hand:.2f}"
+    if by_hand is None:  # the program was rejected, and the peak is a lower bound
+        peak_by_hand = f"at least {peak_by_hand}"
     return [
         f"{cell['model']} ({cell['seq']})",
         cell["target"],
         mesh_text(cell["mesh"]),
         gigabytes(ours),
         gigabytes(by_hand),
-        f"{ours / by_hand:.2f}" if ours and by_hand else "-",
+        ratio,
         peak_gib(cell),
-        # Without a number of bytes, the program was rejected and the peak is a lower bound.
-        f"{'at least ' if by_hand is None else ''}{in_gib(cell['by_hand']['peak'])}",
+        peak_by_hand,
     ]
 
 

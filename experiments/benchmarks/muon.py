@@ -77,8 +77,8 @@ def main(page: Path | None = None) -> None:
     whole, _, _ = measure(optimizers["SGD with momentum"], one_device)
     for name, mesh in MESHES.items():
         for optimizer_name, optimizer in optimizers.items():
-            operations, sent, planned = measure(optimizer, mesh)
-            cells = f"{operations / whole:.2f} | {sent / 1e6:.1f} | {planned / 1e6:.1f}"
+            operations, measured, planned = measure(optimizer, mesh)
+            cells = f"{operations / whole:.2f} | {measured / 1e6:.1f} | {planned / 1e6:.1f}"
             table.add(f"| {name} | {optimizer_name} | {cells} |")
     table.write(page, "muon")
 
@@ -93,9 +93,9 @@ def measure(optimizer: optax.GradientTransformation, mesh: Mesh) -> tuple[float,
     operations = compiled.cost_analysis()["flops"]
     if mesh.size == 1:
         return operations, 0, 0
-    sent = count_collectives(compiled.as_text() or "", mesh)["sent_bytes"]
+    measured = count_collectives(compiled.as_text() or "", mesh)["sent_bytes"]
     planned = sum(traffic.bytes for traffic in plan.report.program.traffic)
-    return operations, sent, planned
+    return operations, measured, planned
 
 
 if __name__ == "__main__":

@@ -586,8 +586,8 @@ def lines(predictions: Sequence[Prediction]) -> list[str]:
             f"{step.seconds:.3g}",
             f"{prediction.error:+.0%}",
         ]
-        for time in (step.products, step.attention, step.other, exposed, step.waiting):
-            cells.append(f"{time / step.seconds:.0%}")
+        for part in (step.products, step.attention, step.other, exposed, step.waiting):
+            cells.append(f"{part / step.seconds:.0%}")
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 

@@ -70,7 +70,9 @@ def _clip(x: Any, a_min: Any = None, a_max: Any = None, clip: Any = jnp.clip) ->
 def with_flax(family: str, layers: int, tokens: np.ndarray) -> tuple[Turn, int]:
     """The Flax model of transformers 4.57."""
     model = flax_model(family, layers)
-    options = {"decoder_input_ids": tokens} if family in ("bart", "t5") else {}
+    options = {}
+    if family in ("bart", "t5"):
+        options["decoder_input_ids"] = tokens
 
     def logits_of(params: Any) -> Any:
         with mock.patch("jax.numpy.clip", _clip):
@@ -145,7 +147,8 @@ def with_torch(
         logits = model(input_ids=ids).logits
         return torch.nn.functional.cross_entropy(logits.view(-1, VOCAB), ids.view(-1))
 
-    loss_of = torch.compile(loss_of) if compiled else loss_of
+    if compiled:
+        loss_of = torch.compile(loss_of)
 
     def turn(steps: int) -> None:
         for _ in range(steps):

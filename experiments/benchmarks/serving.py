@@ -52,12 +52,17 @@ class Config:
 def main(c: Config) -> None:
     """Prints a table with a line for each server and number of clients."""
     with tempfile.TemporaryDirectory() as folder:
-        weights = c.weights or (smollm2() if c.smollm2 else random_model(Path(folder) / "random"))
+        weights = c.weights
+        if c.smollm2:
+            weights = weights or smollm2()
+        weights = weights or random_model(Path(folder) / "random")
         lines = []
         for rows, waiting in ((c.rows, 256), (1, 256), (c.rows, c.rows)):
             with server(weights, rows, waiting) as address:
                 warm(c, address, rows)
-                counts = c.clients if waiting > rows else (4 * rows,)
+                counts = c.clients
+                if waiting <= rows:
+                    counts = (4 * rows,)
                 for clients in counts:
                     measured = measure(c, address, clients)
                     lines.append([str(rows), str(waiting), str(clients), *measured])

@@ -59,13 +59,16 @@ def group_norm(p: Any, name: str, x: jax.Array) -> jax.Array:
 def residual_shapes(n: int, m: int) -> Shapes:
     """The shapes of a residual block from `n` to `m` channels."""
     shapes = {"conv1": (3, 3, n, m), "conv2": (3, 3, m, m), **scales("norm1", n)}
-    skip = {"skip": (1, 1, n, m)} if n != m else {}
-    return shapes | scales("norm2", m) | skip
+    shapes |= scales("norm2", m)
+    if n != m:
+        shapes["skip"] = (1, 1, n, m)
+    return shapes
 
 
 def residual_block(p: Any, x: jax.Array, *, stride: int = 1) -> jax.Array:
-    y = jax.nn.silu(group_norm(p, "norm1", x))
-    skip = conv(y, p["skip"], stride=stride) if "skip" in p else x
+    y, skip = jax.nn.silu(group_norm(p, "norm1", x)), x
+    if "skip" in p:
+        skip = conv(y, p["skip"], stride=stride)
     y = conv(y, p["conv1"], stride=stride)
     return skip + conv(jax.nn.silu(group_norm(p, "norm2", y)), p["conv2"])
 
@@ -80,11 +83,18 @@ def ends(norm: Shapes) -> Shapes:
     return {"stem": (3, 3, 3, CHANNELS[0]), "classifier": (CHANNELS[-1], CLASSES), **norm}
 
 
+def stride_of(stage: int, block: int) -> int:
+    """The first block of each stage but the first halves the image."""
+    if stage > 0 and block == 0:
+        return 2
+    return 1
+
+
 def resnet_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     x = conv(batch["images"], params["stem"])
     for index, stage in enumerate(params["stages"]):
         for place, p in enumerate(stage):
-            x = residual_block(p, x, stride=2 if index and not place else 1)
+            x = residual_block(p, x, stride=stride_of(index, place))
     x = jnp.mean(jax.nn.silu(group_norm(params, "norm", x)), axis=(1, 2))
     return cross_entropy(x @ params["classifier"], batch["labels"])
 
@@ -92,8 +102,10 @@ def resnet_loss(params: Any, batch: Any, key: Any) -> jax.Array:
 def separable_shapes(n: int, m: int) -> Shapes:
     """The shapes of a ConvNeXt block from `n` to `m` channels (arXiv:2201.03545)."""
     shapes = {"depthwise": (7, 7, 1, m), "expand": (m, 4 * m), "project": (4 * m, m)}
-    widen = {"widen": (2, 2, n, m)} if n != m else {}
-    return shapes | scales("norm", m) | {"b_expand": (4 * m,), "b_project": (m,)} | widen
+    shapes |= scales("norm", m) | {"b_expand": (4 * m,), "b_project": (m,)}
+    if n != m:
+        shapes["widen"] = (2, 2, n, m)
+    return shapes
 
 
 def separable_block(p: Any, x: jax.Array) -> jax.Array:
@@ -181,7 +193,7 @@ def batchnorm_loss(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Any, A
     for index, (stage, averages) in enumerate(zip(net["stages"], params["state"], strict=True)):
         moved.append([])
         for place, (p, state) in enumerate(zip(stage, averages, strict=True)):
-            x = conv(x, p["conv"], stride=2 if index and not place else 1)
+            x = conv(x, p["conv"], stride=stride_of(index, place))
             x, state = batch_norm(p, state, "norm", x)
             moved[-1].append(state)
             x = jax.nn.silu(x)

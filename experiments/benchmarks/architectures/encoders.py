@@ -88,7 +88,9 @@ def bart_stack(s: Sizes, layer: Any) -> Any:
 
 def bart_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads: int) -> jax.Array:
     """The encoder or, with a memory, the decoder; post-norm."""
-    mask = None if memory is None else causal_mask(x.shape[1])
+    mask = None
+    if memory is not None:
+        mask = causal_mask(x.shape[1])
     x = norm(params, "norm", x + like(params["positions"], x))
     for p in params["layers"]:
         x = norm(p, "norm1", x + attend(p["self"], x, x, heads, mask=mask))
@@ -125,9 +127,14 @@ def relative_buckets(seq: int, *, both_ways: bool) -> jax.Array:
     """The bucket of each relative position, `seq seq`: exact if near, logarithmic if far."""
     places = jnp.arange(seq, dtype=jnp.int32)
     distance = places[None] - places[:, None]
-    count = BUCKETS // 2 if both_ways else BUCKETS
-    side = jnp.where(distance > 0, count, 0) if both_ways else jnp.zeros_like(distance)
-    far = jnp.abs(distance) if both_ways else jnp.maximum(-distance, 0)
+    if both_ways:
+        count = BUCKETS // 2
+        side = jnp.where(distance > 0, count, 0)
+        far = jnp.abs(distance)
+    else:
+        count = BUCKETS
+        side = jnp.zeros_like(distance)
+        far = jnp.maximum(-distance, 0)
     exact = count // 2
     ratio = jnp.maximum(far, 1).astype(jnp.float32) / exact
     steps = jnp.log(ratio) / math.log(MAX_DISTANCE / exact) * (count - exact)
@@ -140,7 +147,9 @@ def t5_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads: 
     seq = x.shape[1]
     buckets = relative_buckets(seq, both_ways=memory is None)
     bias = jnp.transpose(params["distances"][buckets], (2, 0, 1))[None]
-    mask = None if memory is None else causal_mask(seq)
+    mask = None
+    if memory is not None:
+        mask = causal_mask(seq)
     for p in params["layers"]:
         y = rms_norm(x, p["norm1_scale"])
         x = x + attend(p["self"], y, y, heads, bias=bias, mask=mask, scaled=False)

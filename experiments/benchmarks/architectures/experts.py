@@ -69,9 +69,9 @@ def sorted_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     inputs = jnp.zeros((EXPERTS, room, width), x.dtype)
     inputs = inputs.at[ordered, place].set(tokens[owner], mode="drop")
     outputs = run_experts(p, inputs)
-    routed = outputs.at[ordered, place].get(mode="fill", fill_value=0)
-    routed = routed * weights[order][:, None]
-    return jnp.zeros_like(tokens).at[owner].add(routed).reshape(x.shape), balance
+    weighted = outputs.at[ordered, place].get(mode="fill", fill_value=0)
+    weighted = weighted * weights[order][:, None]
+    return jnp.zeros_like(tokens).at[owner].add(weighted).reshape(x.shape), balance
 
 
 def loss(params: Any, batch: Any, key: Any, *, dispatch: Any) -> tuple[jax.Array, Any]:

@@ -11,10 +11,12 @@ def make_arrays(key: jax.Array, shapes: Any, std: float = 0.05) -> Any:
     """Returns random arrays of the given shapes; ones if the name ends in "scale"."""
     paths, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(paths))
-    leaves = [
-        jnp.ones(shape) if is_scale(path) else std * jax.random.normal(k, shape)
-        for (path, shape), k in zip(paths, keys, strict=True)
-    ]
+    leaves = []
+    for (path, shape), array_key in zip(paths, keys, strict=True):
+        if is_scale(path):
+            leaves.append(jnp.ones(shape))
+        else:
+            leaves.append(std * jax.random.normal(array_key, shape))
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -34,7 +36,9 @@ def like(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     y = x @ weight
-    return y if bias is None else y + like(bias, y)
+    if bias is None:
+        return y
+    return y + like(bias, y)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ def megatron_specs(params: Any) -> Any:
         dim = SPLIT.get(path[-1].key)
         if dim is None:
             return P()
-        return P(*("model" if d == array.ndim + dim else None for d in range(array.ndim)))
+        entries: list[str | None] = [None] * array.ndim
+        entries[dim] = "model"
+        return P(*entries)
 
     return jax.tree.map_with_path(spec, params)

@@ -21,7 +21,9 @@ def normal(*shapes: tuple[int, ...]) -> Any:
     """A batch of as many random arrays."""
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    return arrays[0] if len(arrays) == 1 else tuple(arrays)
+    if len(arrays) == 1:
+        return arrays[0]
+    return tuple(arrays)
 
 
 def perceptron_shapes(inside: int, hidden: int, outside: int) -> dict[str, tuple[int, ...]]:

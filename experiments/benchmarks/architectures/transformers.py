@@ -72,13 +72,19 @@ def block_shapes(s: Sizes, *, fused: bool = False) -> Shapes:
     return attention_shapes(s, fused=fused) | mlp_shapes(s) | norm_shapes(s, "norm1", "norm2")
 
 
+def layers_of(s: Sizes, layer: Shapes, *, scanned: bool) -> Any:
+    """The shapes of all layers: stacked for a scan, or a list."""
+    if scanned:
+        return stack_shapes(s.layers, layer)
+    return [layer] * s.layers
+
+
 def learned_shapes(s: Sizes, *, fused: bool = False, scanned: bool = False) -> Any:
     """The shapes of GPT-2 or OPT, with learned positions and a tied head."""
-    layer = block_shapes(s, fused=fused)
     return {
         "embed": (s.vocab, s.width),
         "positions": (s.seq, s.width),
-        "layers": stack_shapes(s.layers, layer) if scanned else [layer] * s.layers,
+        "layers": layers_of(s, block_shapes(s, fused=fused), scanned=scanned),
         **norm_shapes(s, "norm"),
     }
 
@@ -150,7 +156,7 @@ def llama_shapes(s: Sizes, *, scanned: bool) -> Any:
     attention = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d)}
     feed = {"gate": (d, s.hidden), "up": (d, s.hidden), "down": (s.hidden, d)}
     layer = attention | feed | {"norm1_scale": (d,), "norm2_scale": (d,)}
-    layers = stack_shapes(s.layers, layer) if scanned else [layer] * s.layers
+    layers = layers_of(s, layer, scanned=scanned)
     ends = {"embed": (s.vocab, d), "head": (d, s.vocab), "norm_scale": (d,)}
     return {"layers": layers, **ends}
 
@@ -163,7 +169,10 @@ def llama_loss(params: Any, batch: Any, key: Any, *, heads: int, kv_heads: int) 
 
 
 def decoder(name: str, shapes: Any, loss: Any, sizes: Sizes, **options: Any) -> Case:
-    batch = abstract_batch(sizes) if options.get("abstract") else token_batch(sizes)
+    if options.get("abstract"):
+        batch = abstract_batch(sizes)
+    else:
+        batch = token_batch(sizes)
     init = ft.partial(make_arrays, shapes=shapes)
     return Case(name, "transformer", init, loss, batch, megatron_specs, **options)
 

@@ -45,7 +45,7 @@ HostsOptions = tyro.conf.OmitArgPrefixes[Hosts]
 class Run:
     """Options of every experiment."""
 
-    mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
+    mesh: Mesh = "data=-1"  # mesh of devices: 8, 2x4 (data x model), pipe=2,fsdp=4 or auto
     directory: Maybe[Path] = None  # directory with one directory per run; by default runs/SCRIPT
     resume: bool = False  # resume the newest run with its options, unless you pass others
     wandb: bool = False  # log to Weights & Biases (to a local file without an account)

@@ -38,7 +38,7 @@ class Config:
     teacher_width: int = 128  # width of the small teacher, a multiple of 32 (without weights)
     imitation_steps: int = 1000  # number of steps in which the small student imitates answers
     teacher_steps: int = 1500  # number of steps in which the small teacher imitates answers
-    estimate: Literal["full", "sampled"] = "full"  # divergence over all tokens, or the sampled
+    estimate: Literal["full", "sampled"] = "full"  # over all tokens, or the sampled one
     batch_size: int = 128  # number of answers in a step, each to another prompt
     max_tokens: int = 4  # maximum number of tokens in an answer
     new_tokens: Maybe[int] = None  # tokens of an answer per step; by default all

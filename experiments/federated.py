@@ -29,7 +29,7 @@ import redcoast as rc
 @dataclass(frozen=True)
 class Config:
     data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
-    method: Literal["fedavg", "fedadam", "scaffold"] = "fedavg"  # the algorithm
+    method: Literal["fedavg", "fedadam", "scaffold"] = "fedavg"  # how updates are combined
     clients: int = 64  # number of clients, each with its own part of the training images
     per_round: int = 16  # number of clients that take part in a round
     alpha: float = 0.1  # of the Dirichlet split of each class over clients; lower is less iid

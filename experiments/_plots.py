@@ -166,8 +166,8 @@ def save_pictures(
 def save_predictions(
     file: Path,
     images: Sequence[np.ndarray] | np.ndarray,
-    classes: Sequence[Any],
-    predictions: Sequence[Any],
+    classes: Sequence[Any] | np.ndarray,
+    predictions: Sequence[Any] | np.ndarray,
 ) -> None:
     """Saves a grid of images with their classes and predictions; `None` is no prediction."""
     titles = []

@@ -108,7 +108,7 @@ class Grades:
         # The tokens so far of the answers that can go on, by row.
         self.answers: dict[int, list[int]] = {}
         for row in np.flatnonzero(~has_ended(rollout, start, policy.ends)):
-            self.answers[int(row)] = self.tokens_of(row)
+            self.answers[int(row)] = self.tokens_of(int(row))
         self.begun: dict[int, Future[float]] = {}
 
     def tokens_of(self, row: int) -> list[int]:

@@ -99,7 +99,7 @@ def word_problems(rng: random.Random, count: int = 4000) -> list[Problem]:
     while len(problems) < count:
         story, steps, result = rng.choice(STORIES)
         a, b, c, d = rng.randint(20, 60), rng.randint(2, 9), rng.randint(2, 12), rng.randint(1, 20)
-        values = {"a": a, "b": b, "c": c, "d": d, "ab": a * b, "bc": b * c}
+        values: dict[str, int | str] = {"a": a, "b": b, "c": c, "d": d, "ab": a * b, "bc": b * c}
         values["e"] = result(a, b, c, d)
         values["name"] = rng.choice(["Ada", "Ben", "Chen", "Dora", "Emil", "Fatima"])
         values["thing"] = rng.choice(["apples", "marbles", "stamps", "books", "shells"])

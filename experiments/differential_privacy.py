@@ -6,6 +6,7 @@ Epsilon is that of the trained weights if the seed is random and secret; logs ar
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import _options
 import equinox as eqx
@@ -72,6 +73,8 @@ def main(c: Config) -> None:
         return jax.tree.map(jnp.mean, losses)
 
     every = max(1, c.steps // 10)
+    arguments: dict[str, Any] = run.fit_arguments
+    arguments |= {"checkpoints": rc.Checkpoints(run.directory, every=every)}
     state = rc.fit(
         model,
         make_optimizer(c, len(train)),
@@ -81,7 +84,7 @@ def main(c: Config) -> None:
         steps=c.steps,
         trainable=trainable,
         evaluation=rc.Evaluation(test, every=every, loss_fn=test_loss),
-        **run.fit_arguments | {"checkpoints": rc.Checkpoints(run.directory, every=every)},
+        **arguments,
     )
 
     end_training(run, state, c.steps)

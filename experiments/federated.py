@@ -9,7 +9,7 @@ FedAdam of the paper does not correct the bias of the moments; this one does, as
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import _options
 import equinox as eqx
@@ -58,6 +58,8 @@ def main(c: Config) -> None:
     functions = {"collate_fn": collate_pairs, "loss_fn": batch_loss}
     functions |= {"predict_fn": predict_fn, "metric_fn": metric_fn}
     every = max(1, c.steps // 20)
+    arguments: dict[str, Any] = run.fit_arguments
+    arguments |= {"checkpoints": rc.Checkpoints(run.directory, every=5 * every)}
     state = rc.fit(
         lambda key: with_controls(c, init_fn(key)),
         server_optimizer(c),
@@ -68,10 +70,11 @@ def main(c: Config) -> None:
         steps=c.steps,
         trainable={"network": eqx.is_inexact_array, "controls": False},
         evaluation=rc.Evaluation(test, every=every, **functions),
-        **run.fit_arguments | {"checkpoints": rc.Checkpoints(run.directory, every=5 * every)},
+        **arguments,
     )
     exit_if_stopped(int(state.step), c.steps)
     steps, directory = c.steps * c.local_steps, run.directory / "centralised"
+    arguments |= {"checkpoints": rc.Checkpoints(directory, every=500), "log": None}
     centralised = rc.fit(  # the same initial network on all images, with as many gradient steps
         lambda key: {"network": init_fn(key)},
         optax.sgd(c.local_rate),
@@ -80,7 +83,7 @@ def main(c: Config) -> None:
         batch_size=c.per_round * c.local_batch,
         steps=steps,
         evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
-        **run.fit_arguments | {"checkpoints": rc.Checkpoints(directory, every=500), "log": None},
+        **arguments,
     )
     exit_if_stopped(int(centralised.step), steps)
     plot_metric(run.directory, "loss")

@@ -79,7 +79,7 @@ def main(c: Config) -> None:
         test_labels,
         predicted,
         target_names=names,
-        zero_division=0,  # of classes that are never predicted
+        zero_division=0,  # pyright: ignore[reportArgumentType]  # of classes never predicted
     )
     print_once(str(table))
     save_predictions(

@@ -59,5 +59,5 @@ class RunSettings:
 def plain_number(value: N) -> N:
     """A number of NumPy as one of Python, which JSON supports; other values as they are."""
     if isinstance(value, np.integer | np.floating):
-        return value.item()
+        return value.item()  # pyright: ignore[reportReturnType]
     return value

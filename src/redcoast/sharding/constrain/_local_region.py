@@ -636,7 +636,8 @@ def keep_ended(is_active: jax.Array, new: Arrays, old: Arrays) -> Arrays:
 
 def _bare(x: object) -> object:
     """A constant without its sharding, which has other axes outside of the region."""
-    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return np.asarray(x)

@@ -48,7 +48,7 @@ def verify(
         expected = _on_one_device(loss_fn, mesh, model, batch, key)
     placed = jax.tree.map(_place, model, shardings)
 
-    def of_rows(x: jax.Array) -> Sharding:
+    def of_rows(x: jax.Array | np.ndarray) -> Sharding:
         # Rows are split as `fit` splits them, so that the same program runs.
         if x.ndim == 0:
             return NamedSharding(mesh, P())
@@ -151,7 +151,7 @@ def _loss_and_grads(
     return {path: np.asarray(x) for path, x in arrays.items()}
 
 
-def _put(tree: PyTree, sharding_of: Callable[[jax.Array], Sharding]) -> PyTree:
+def _put(tree: PyTree, sharding_of: Callable[[jax.Array | np.ndarray], Sharding]) -> PyTree:
     """Places each array of a tree."""
 
     def put(x: object) -> object:

@@ -225,9 +225,14 @@ class SlotsFromTheFirst(Slots):
 SLOTS = [Slots, SlotsTogether, SlotsFromTheFirst]
 
 
+@pytest.fixture(scope="module")
+def no_other_loops():
+    """Ends the loops of other tests, which may still make batches in threads."""
+    gc.collect()
+
+
 @pytest.mark.parametrize("dataset", SLOTS)
-def test_views_of_a_place_for_each_example_are_not_copied(dataset, monkeypatch):
-    gc.collect()  # loops of other tests, which may still make batches in threads
+def test_views_of_a_place_for_each_example_are_not_copied(no_other_loops, dataset, monkeypatch):
     copies = []
     monkeypatch.setattr("redcoast.data._sources.copied", copies.append)
     found = batches(lambda examples: np.stack(examples), dataset())

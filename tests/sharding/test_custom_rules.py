@@ -77,6 +77,7 @@ def in_batches(rule):
     return loss_fn
 
 
+@pytest.mark.few("in_scan")
 @pytest.mark.parametrize("around", [in_scan, in_batches])
 def test_strict_rules_in_a_loop_are_those_of_each_device(around):
     """What is differentiated is known when the loop is: gradients are summed once, after it."""
@@ -148,6 +149,7 @@ def test_the_plan_names_the_error_of_a_forward_rule():
         jax.grad(plan.constrain(loss_fn))(WEIGHT, BATCH, None)
 
 
+@pytest.mark.few("in_scan")
 @pytest.mark.parametrize("around", [in_scan, in_batches])
 def test_the_plan_names_the_error_of_a_rule(around):
     """The error itself is raised when the rule is needed, as without a mesh."""

@@ -221,6 +221,7 @@ def convolved_and_pooled(params, x):
     return jnp.sum(jnp.tanh(h) ** 2) + jnp.mean(params["b"] ** 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.few("penalised-convolved_and_pooled")
 @pytest.mark.parametrize("energy", [convolved, convolved_and_pooled])
 @pytest.mark.parametrize("of", [penalised, curvature])
@@ -260,6 +261,7 @@ def test_positions_that_are_looked_up_leave_a_sequence_to_be_split():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.few("False")
 def test_windows_reach_over_several_parts(pooled):
@@ -455,6 +457,7 @@ SPLIT_SPACE = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.few("rows and height")
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
 def test_a_field_is_padded_at_its_end_before_a_convolution_with_a_stride(spec):
@@ -482,6 +485,7 @@ INTERPOLATIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.few("nearest")
 @pytest.mark.parametrize("name", INTERPOLATIONS)
 def test_interpolations_exchange_halos_alone(name):
@@ -662,6 +666,7 @@ def test_a_step_of_gradient_descent_inside_of_a_loss(spec, options):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
 @pytest.mark.few("rows and height-1")
@@ -698,6 +703,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.few("rows and height-False-rfft2")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("remat", [False, True])

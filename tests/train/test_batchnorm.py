@@ -176,7 +176,7 @@ def test_a_state_that_is_used_up_without_vmap_is_a_warning():
     assert "return loss, {}, (net, state)" in messages[0]
 
 
-@pytest.mark.few("in aux", "state as model")
+@pytest.mark.few("state as model")
 @pytest.mark.parametrize(
     "result",
     [

@@ -45,6 +45,7 @@ def with_state_on_host(state):
     return eqx.tree_at(lambda s: s.opt_state, state, opt_state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.few("clipped")
 def test_a_state_on_the_host_is_updated_as_on_the_device_without_copies_of_whole_stacks(name):

@@ -89,6 +89,7 @@ def test_ragged_microbatches_equal_the_full_batch(count):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_a_batch_of_padding_alone_is_the_same_with_microbatches():
     """The mean over no tokens was 0 / 0, where a loss that guards against it returns 0."""
 
@@ -793,6 +794,7 @@ def test_large_counts_in_aux_do_not_wrap_around(count):
     assert float(metrics["seen"]) == 2**40
 
 
+@pytest.mark.few("nan")
 @pytest.mark.parametrize("weight", [-1.0, math.nan])
 def test_no_weight_but_zero_leaves_a_microbatch_out(weight):
     """A negative weight counts as any other, and the step of a weight that is NaN is skipped."""

@@ -109,6 +109,7 @@ def test_the_plan_says_what_the_compiled_update_sends(name, mesh):
     assert of_optimizer > 0 or name == "adafactor"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss_fn", [loss_fn, scanned_loss_fn])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.few("fsdp-scanned_loss_fn")

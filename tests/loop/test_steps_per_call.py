@@ -301,6 +301,7 @@ def test_other_steps_are_taken_alone(options, monkeypatch):
     assert not numbers_of_calls(monkeypatch, **{"steps_per_call": None, "steps": 3, **options})
 
 
+@pytest.mark.thorough
 def test_a_call_needs_no_more_memory_than_the_batches_of_the_run():
     """Room for the batches of a call is made before its first."""
     assert_same(logged(steps_per_call=10**12, steps=3), logged(steps_per_call=3, steps=3))
@@ -316,6 +317,7 @@ def test_a_guard_against_transfers_does_not_end_a_run():
     assert_same(expected, guarded)
 
 
+@pytest.mark.thorough
 def test_keys_are_not_reported_as_reused():
     """JAX's check takes a key that a loop hands on for one that the loop has used up."""
     with jax.debug_key_reuse(True):

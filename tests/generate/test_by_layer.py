@@ -36,6 +36,7 @@ def test_layers_are_the_memory_of_the_stack():
         assert by_layer(model) is model
 
 
+@pytest.mark.thorough
 def test_layers_are_copied_for_a_gpu_if_they_take_at_most_a_quarter_of_its_memory(monkeypatch):
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     model = jax.device_put(make(), rc.infer_shardings(make(), mesh))

@@ -132,6 +132,7 @@ def test_an_encoder_decoder_goes_on_from_its_start():
     np.testing.assert_array_equal(np.stack(streamed, axis=1), want)
 
 
+@pytest.mark.thorough
 def test_an_encoder_may_read_images():
     model = tiny(5, TinySeq2Seq, decoder_start=4)
     images = np.random.default_rng(0).normal(size=(3, 2, 4, 8)).astype(np.float32)

@@ -188,7 +188,7 @@ def test_a_function_of_the_users_changes_logits():
     [{}, {"beams": 2}, {"stream": lambda tokens: None}, {"exact": True}],
     ids=["once", "beams", "stream", "exact"],
 )
-@pytest.mark.few("once", "beams")
+@pytest.mark.few("once")
 def test_a_row_for_which_no_token_is_left_is_an_error(how):
     """A token that the options forbid must not be the answer, not even token 0."""
     with pytest.raises(ValueError, match="excluded for row 0 at new token 0"):

@@ -168,6 +168,7 @@ def test_odd_lengths_have_gradients(monkeypatch, view, lengths):
     assert [x.shape for x in program.out_avals] == [q.shape, k.shape]
 
 
+@pytest.mark.thorough
 def test_the_key_that_makes_a_length_even_is_masked(monkeypatch):
     attention = jax.nn.dot_product_attention
 

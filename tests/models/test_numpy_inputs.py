@@ -19,6 +19,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.few("llama-packed")
 @pytest.mark.parametrize("what", INPUTS)
 @pytest.mark.parametrize("model", [LLAMA, BERT], ids=["llama", "bert"])

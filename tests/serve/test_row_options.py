@@ -149,6 +149,7 @@ class BadFor(eqx.Module):
         return self.model.unembed(hidden)
 
 
+@pytest.mark.thorough
 def test_an_error_of_one_request_leaves_the_others_of_its_batch_alone(loaded):
     served = dataclasses.replace(loaded[0], model=BadFor(loaded[0].model))
     sampled = rc.Decoding(temperature=1.0, top_k=5, top_p=0.9)

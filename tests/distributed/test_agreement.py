@@ -46,6 +46,7 @@ def step_with(rate, *, weight=1.0, bank: Any = BANK, callback: Any = False):
     return jax.make_jaxpr(step)(state, jnp.ones((2, 6)))
 
 
+@pytest.mark.thorough
 def test_the_same_program_has_the_same_lines():
     # It protects from refusing a run whose processes agree: addresses, and what caches share.
     first = [text for text, _ in program_lines(step_with(0.1))]

@@ -187,6 +187,7 @@ def test_gradients_are_finite_however_unlikely_tokens_have_become(unbiased):
         np.testing.assert_array_equal(jnp.sign(gradient), sign)
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_the_unbiased_divergence_is_exact():
     """It is the ratio times the difference of the log-probabilities, however large that is."""
     reference = jnp.array([[-0.001, -1.0, -3.0]])

@@ -79,6 +79,7 @@ def test_no_bar_where_none_is_asked_for(shown):
     assert shown == []
 
 
+@pytest.mark.thorough
 def test_ipython_in_a_terminal_is_a_terminal(shown, capsys):
     ipython: Any = sys.modules["IPython"]
     ipython.get_ipython = lambda: types.SimpleNamespace()

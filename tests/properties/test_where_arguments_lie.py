@@ -171,7 +171,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(CALLS, "plan_shardings", "suggest_mesh"))
+@pytest.mark.parametrize("name", few_of(CALLS, "plan_shardings"))
 def test_bare_specs_refer_to_the_mesh_wherever_a_loss_is_traced(name):
     CALLS[name](bare)
 

@@ -173,7 +173,7 @@ def test_sets_that_sound_alike_are_apart():
 
 
 def test_the_size_that_does_not_divide_is_named():
-    plan = plan_decoder(mesh_of(model=8), heads=12, vocab=50257)
+    plan = plan_decoder(mesh_of(model=8), heads=12, vocab=50257, batch=4)
     heads = "768 is 12 x 64, and 12 does not divide over model=8 (8 or 16 would)"
     assert reason(plan, "layers/0/bq") == f"replicated: {heads}"
     assert f"Could not be sharded along another dimension: embed: {VOCABULARY} layers/0/" in words(

@@ -20,6 +20,7 @@ from decoder_checks import (
 )
 from random_models import random_model
 
+import redcoast as rc
 from redcoast.models import Gemma4, Gemma4Config
 from redcoast.pretrained._match import layout_of
 from redcoast.pretrained._registry import find_family, read_config, write_config
@@ -92,6 +93,14 @@ def test_cache_of_all_kinds_of_layers():
 @pytest.mark.thorough
 def test_cache_of_a_mixture():
     check_cache(make(**ROUTED))
+
+
+def test_without_windows_their_cache_is_empty():
+    model = make(layers=2, local=(False, False), shared_layers=0)
+    tokens = rc.generate(model, make_tokens(CONFIG, (2, 5)), max_new_tokens=3, eos=())
+    logits = logits_of(model, tokens)
+    # Each new token is the likeliest one after those before it.
+    assert (tokens[:, 5:] == jnp.argmax(logits[:, 4:-1], axis=-1)).all()
 
 
 @pytest.mark.thorough

@@ -82,10 +82,15 @@ def split_layers(cache: PyTree) -> PyTree:
     def split(x: Cache) -> CacheByLayer:
         if isinstance(x, CacheByLayer):
             return x
-        # An array as an index, so that all layers share one compiled program.
-        layers = [_layer_of(x.k, x.v, np.int32(i)) for i in range(x.k.shape[0])]
-        k, v = zip(*layers, strict=True)
-        return CacheByLayer(k, v, x.mask, x.filled, x.lengths)
+        k: list[Array] = []
+        v: list[Array] = []
+        # There may be no layers, as of windows if no layer of a Gemma 4 has one.
+        for i in range(x.k.shape[0]):
+            # An array as an index, so that all layers share one compiled program.
+            k_of_layer, v_of_layer = _layer_of(x.k, x.v, np.int32(i))
+            k.append(k_of_layer)
+            v.append(v_of_layer)
+        return CacheByLayer(tuple(k), tuple(v), x.mask, x.filled, x.lengths)
 
     return _map_caches(split, cache)
 

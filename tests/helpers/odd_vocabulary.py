@@ -95,7 +95,7 @@ def check_uses(target):
         for axis, size in zip(("data", "fsdp"), bytes_of_element, strict=True):
             run = rc.dry_run(
                 lambda key: {"table": jax.random.normal(key, (1024, 64))},
-                fn,
+                lambda model, batch, key, fn=fn: fn(model, batch),
                 jax.ShapeDtypeStruct((16, 32), jnp.int32),
                 optax.sgd(1e-3),
                 target=target,

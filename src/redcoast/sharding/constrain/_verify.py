@@ -155,7 +155,7 @@ def _put(tree: PyTree, sharding_of: Callable[[jax.Array | np.ndarray], Sharding]
     """Places each array of a tree."""
 
     def put(x: object) -> object:
-        if not eqx.is_array(x):
+        if not isinstance(x, jax.Array | np.ndarray):
             return x
         return jax.device_put(x, sharding_of(x))
 

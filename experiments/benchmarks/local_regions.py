@@ -366,8 +366,12 @@ def main(
         page: A page of `docs/measured/` to write the table into.
         alone: Compute the loss without its gradients.
     """
-    differentiate = loss_of if alone else gradients_of
-    hows = ("plan",) if fsdp > 1 else ("jit", "plan", "by hand")
+    differentiate = gradients_of
+    if alone:
+        differentiate = loss_of
+    hows = ("jit", "plan", "by hand")
+    if fsdp > 1:  # the other steps do not shard parameters
+        hows = ("plan",)
     mesh = rc.make_mesh(data=data, fsdp=fsdp, model=model, devices=target_devices(platform))
     table = Printed()
     heads = ("program", "", "collectives in loops", "kB", "time", "loss", "gradients")

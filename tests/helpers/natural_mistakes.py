@@ -184,6 +184,12 @@ class Net:
         self.weight = jnp.ones((4, 2))
 
 
+class OfFields(eqx.Module):
+    """A module without an `__init__`, whose class is called with the array."""
+
+    weight: jax.Array
+
+
 class FlaxNet:
     """What a module of Flax is to JAX: an object that is no PyTree."""
 
@@ -312,6 +318,11 @@ ROWS = {
         lambda d: fit(model=eqx.nn.MLP),
         TypeError,
         r"The model is the class MLP\. Pass an instance",
+    ),
+    "a class of one field": (
+        lambda d: fit(model=OfFields),
+        TypeError,
+        r"The model is the class OfFields\. Pass an instance",
     ),
     "a plain object": (
         lambda d: fit(model=Net()),

@@ -1,5 +1,6 @@
 """The initial state of a run, from a model, a function that creates one, or a state."""
 
+import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable
@@ -133,10 +134,18 @@ def is_init_fn(model: Any) -> bool:
     model = inspect.unwrap(model)
     if isinstance(model, type):
         # `eqx.nn.MLP` needs sizes, but a user's own class may need a key only.
-        return _takes_one_argument(model)
+        return _takes_one_argument(model) and not _takes_its_fields(model)
     # Modules are callable too, and so are the partial functions of JAX that hold arrays.
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))
+
+
+def _takes_its_fields(model: type) -> bool:
+    """Whether a class is created from its fields, such as a module without an `__init__`."""
+    if not dataclasses.is_dataclass(model):
+        return False
+    fields = [field.name for field in dataclasses.fields(model) if field.init]
+    return list(inspect.signature(model).parameters) == fields
 
 
 def _takes_one_argument(model: Callable[..., PyTree]) -> bool:

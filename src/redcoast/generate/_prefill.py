@@ -80,7 +80,7 @@ def slots_of(length: int) -> int:
 
 
 def at_least(least: int, length: int) -> int:
-    """Rounds a length up to a power of two of at least `least`, which few programs serve."""
+    """Rounds a length up to a power of two, and to `least`, so that few programs serve all."""
     return 1 << (max(least, length) - 1).bit_length()
 
 

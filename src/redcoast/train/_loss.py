@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._errors import type_name
 from ..core._pytree import layer_states, show_path
-from ..core._user_functions import calling
+from ..core._user_functions import calling, describe
 from ..data._per_batch import without_marks
 from ._layer_state import how_to_return, returns_state
 from ._precision import ComputeDtype, cast_floating, has_floating_state, is_floating, widen
@@ -219,8 +219,9 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
         if layer_states(model):
             hint = f" {how_to_return(model)}"
         raise ValueError(
-            "The model that `loss_fn` returned has a different structure from its argument. "
-            f"It was given {old_structure} and returned {new_structure}.{hint}"
+            "The model that `loss_fn` returned has a different structure from its argument, in its "
+            f"leaves or in its static fields. Its argument has {describe(model)}, and what it "
+            f"returned has {describe(new_model)}.{hint}"
         )
     old_leaves = jax.tree_util.tree_leaves_with_path(model)
     for (path, old), new in zip(old_leaves, jax.tree.leaves(new_model), strict=True):

@@ -101,6 +101,6 @@ def check_uses(target):
                 target=target,
                 mesh={axis: 2},
             )
-            planned = sum(one.bytes for one in run.plan.report.program.traffic)
+            planned = sum(row.bytes for row in run.plan.report.program.traffic)
             assert run.sent_bytes == pytest.approx(1024 * 64 * size, rel=0.01), (name, axis)
             assert planned == pytest.approx(run.sent_bytes, rel=0.01), (name, axis)

@@ -29,7 +29,7 @@ def planned_and_sent(fn, model, batch, mesh, **options):
         out_shardings=(None, plan.shardings),
     )
     text = step.lower(arrays, batch, None).compile().as_text()
-    planned = sum(one.bytes for one in plan.report.program.traffic)
+    planned = sum(row.bytes for row in plan.report.program.traffic)
     return planned, sent_bytes(collectives(text, mesh)), plan
 
 
@@ -156,5 +156,5 @@ def test_the_gradient_of_a_tied_table_is_planned_once(name):
     model, batch = {"table": array(1024, 64)}, jax.ShapeDtypeStruct((16, 32), jnp.int32)
     for sizes, size in zip(({"data": 2}, {"fsdp": 2}), bytes_of_element, strict=True):
         plan = rc.plan_shardings(model, mesh_of(**sizes), fn=fn, args=(batch,))
-        planned = sum(one.bytes for one in plan.report.program.traffic)
+        planned = sum(row.bytes for row in plan.report.program.traffic)
         assert planned == pytest.approx(1024 * 64 * size, rel=0.01), plan.table()

@@ -18,7 +18,7 @@ import redcoast as rc
 from redcoast.dryrun._devices import target_place
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_search import likely
-from redcoast.dryrun.hlo import collectives, sent_bytes
+from redcoast.dryrun.hlo import collectives, peak_bytes, sent_bytes
 from redcoast.losses import cross_entropy
 from redcoast.models import (
     GPT2,
@@ -230,6 +230,24 @@ def test_stages_of_a_plan_hold_their_layers_memory():
     arrays = lambda plan: {one.path: one.bytes_per_device for one in plan.report.arrays}
     assert arrays(four)["w"] == arrays(one)["w"] // 4
     assert four.report.program.memory.gradients < one.report.program.memory.gradients
+
+
+def test_the_gradients_of_ticks_and_of_microbatches_are_both_in_memory():
+    """With `accumulate`, the sum over the ticks of a pipeline is added to another sum."""
+    weights = {"w": jnp.zeros((8, 256, 256)), "v": jnp.zeros((8, 256, 256))}
+
+    def loss_fn(model, batch, key):
+        layer = lambda x, p: (x + jnp.tanh(x @ p["w"]) @ p["v"], None)
+        return jnp.mean(jax.lax.scan(layer, batch, model)[0] ** 2)
+
+    mesh = rc.make_mesh(pipe=2, data=2, devices=jax.devices()[:4])
+    batch = jnp.ones((32, 256))
+    state, step, plan = rc.prepare(
+        weights, optax.sgd(0.1), loss_fn, batch, mesh=mesh, accumulate=2, key=KEY
+    )
+    compiled = step.lower(state, batch).compile()
+    measured = peak_bytes(compiled.memory_analysis(), "cpu")
+    assert plan.report.program.memory.total == pytest.approx(measured, rel=0.25)
 
 
 @pytest.mark.parametrize(

@@ -188,9 +188,11 @@ class StorageLayout:
     def _pipeline_activations(self, pipeline: Pipeline) -> tuple[WrittenBytes, ...]:
         """The activations of a pipeline, whose microbatches are not followed one by one."""
         decision = self.decision
-        of_stage, saved, in_use = decision.of_stage, 0.0, 0.0
+        of_stage, saved, gradients, in_use = decision.of_stage, 0.0, 0.0, 0.0
+        # A stage saves what it computes at every tick, at those of the bubble too.
+        computed = pipeline.ticks / pipeline.microbatches
         for dims, size in of_stage.program.graph.saved.items():
-            saved += size / of_stage.devices_of(dims)
+            saved += computed * size / of_stage.devices_of(dims)
         # Layers are gathered while they run, over all axes but `model`, and so are gradients.
         for place in pipeline.layered:
             value = decision.program.parameters[place]
@@ -199,10 +201,17 @@ class StorageLayout:
                 gathered /= decision.n
             own = value.bytes / spec_parts(self.specs[place], decision.sizes)
             in_use += (1 + value.grad) * (gathered - own)
+            gradients += value.grad * own
+        if self.accumulate > 1:
+            # The ticks of one run of the program add up a gradient beside that of all runs.
+            in_use += gradients
+        if decision.batch.count > 1:
+            # What is summed over the devices is written where values were saved.
+            saved = max(saved, gradients)
         # The microbatches that enter and leave.
         carried, _ = pipeline.carried_bytes
         carried /= decision.batch.count
-        in_use += 2 * carried * pipeline.ticks / pipeline.microbatches
+        in_use += 2 * carried * computed
         return (saved, ()), (in_use, ())
 
     def _spec(self, place: int) -> P:

@@ -114,14 +114,30 @@ def attention(
     return table
 
 
+def fused(leaves: Sequence[str], name: str, pattern: str, **sizes: int) -> dict[str, Tensor]:
+    """Returns arrays of one shape that are in one tensor, whose factor `part` counts them."""
+    table = {}
+    for i, leaf in enumerate(leaves):
+        table[leaf] = Tensor(name, pattern, part=(i, len(leaves)), **sizes)
+    return table
+
+
+def ranges(sizes: Mapping[str, int], factor: str, name: str, pattern: str) -> dict[str, Tensor]:
+    """Returns arrays that are ranges of a factor of one tensor, in this order and of these
+    sizes."""
+    table, start, total = {}, 0, sum(sizes.values())
+    for leaf, size in sizes.items():
+        table[leaf] = Tensor(name, pattern, **{factor: (start, total)})
+        start += size
+    return table
+
+
 def gate_and_up(name: str, *, biased: bool = False) -> dict[str, Tensor]:
     """Returns the two inputs of gated layers, which are in one tensor, and their biases."""
-    table = {}
-    for i, leaf in enumerate(("layers/gate", "layers/up")):
-        weight, bias = "(part outputs) inputs -> inputs outputs", "(part outputs) -> outputs"
-        table[leaf] = Tensor(name + ".weight", weight, part=(i, 2))
-        if biased:
-            table[leaf + "_bias"] = Tensor(name + ".bias", bias, part=(i, 2))
+    weight, bias = "(part outputs) inputs -> inputs outputs", "(part outputs) -> outputs"
+    table = fused(("layers/gate", "layers/up"), name + ".weight", weight)
+    if biased:
+        table |= fused(("layers/gate_bias", "layers/up_bias"), name + ".bias", bias)
     return table
 
 

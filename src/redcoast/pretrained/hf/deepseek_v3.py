@@ -7,7 +7,7 @@ from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
 from ._rope import ROPE, read_yarn, write_yarn
-from ._tables import OUT_OF_HEADS, TURNED, VECTOR, under
+from ._tables import OUT_OF_HEADS, TURNED, VECTOR, ranges, under
 
 BASE_PREFIX = "model."
 KINDS = ("deepseek_v3", "kimi_k2")
@@ -75,12 +75,12 @@ def _attention(c: DeepseekV3Config, leaf: str, attention: str) -> dict[str, Tens
         table["wq"] = Tensor(attention + "q_b_proj.weight", queries)
     # The rows of this tensor are the latent of keys and values, and then the rotated part of the
     # keys, which all heads share.
-    both, into = attention + "kv_a_proj_with_mqa.weight", c.kv_rank + c.rope_size
-    table["kv_down"] = Tensor(both, TURNED, outputs=(0, into))
-    table["k_rope"] = Tensor(both, TURNED, outputs=(c.kv_rank, into))
+    down = {"kv_down": c.kv_rank, "k_rope": c.rope_size}
+    table |= ranges(down, "outputs", attention + "kv_a_proj_with_mqa.weight", TURNED)
     # For each head, its keys without rotation, and then its values.
-    both, out = attention + "kv_b_proj.weight", c.plain_size + c.value_size
-    pattern = "(heads part) latent -> latent heads part"
-    table["wk"] = Tensor(both, pattern, part=(0, out))
-    table["wv"] = Tensor(both, pattern, part=(c.plain_size, out))
+    up, pattern = (
+        {"wk": c.plain_size, "wv": c.value_size},
+        "(heads part) latent -> latent heads part",
+    )
+    table |= ranges(up, "part", attention + "kv_b_proj.weight", pattern)
     return under(leaf, table)

@@ -10,6 +10,7 @@ from ._tables import (
     TURNED,
     VECTOR,
     attention,
+    fused,
     layers_with,
     llama_ends,
     qk_norms,
@@ -214,8 +215,7 @@ def _rest(c: Gemma4Config, layer: str) -> dict[str, Tensor]:
         table["router_scale"] = Tensor(layer + "router.scale", VECTOR)
         table["expert_scale"] = Tensor(layer + "router.per_expert_scale", "experts -> experts")
         both = "experts (part outputs) inputs -> experts inputs outputs"
-        for i, leaf in enumerate(("expert_gate", "expert_up")):
-            table[leaf] = Tensor(layer + "experts.gate_up_proj", both, part=(i, 2))
+        table |= fused(("expert_gate", "expert_up"), layer + "experts.gate_up_proj", both)
         down = "experts outputs inputs -> experts inputs outputs"
         table["expert_down"] = Tensor(layer + "experts.down_proj", down)
     return table | weights(layer, names, VECTOR) | weights(layer, matrices, TURNED)

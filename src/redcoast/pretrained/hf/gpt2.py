@@ -5,7 +5,7 @@ from typing import Any
 from ...models.gpt2 import GPT2Config
 from .._settings import FieldNames, Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, VECTOR, dense, norm, own_head, under
+from ._tables import EMBED, VECTOR, dense, fused, norm, own_head, under
 
 BASE_PREFIX = "transformer."
 # Causal masks, and the score of masked tokens.
@@ -90,10 +90,10 @@ def _attention(prefix: str, norm_name: str, leaf: str, *, cross: bool = False) -
         "wo": Tensor(prefix + "c_proj.weight", "(heads head_dim) width -> heads head_dim width"),
         "bo": Tensor(prefix + "c_proj.bias", VECTOR),
     }
-    places = {"q": ("c_attn", (0, 3)), "k": ("c_attn", (1, 3)), "v": ("c_attn", (2, 3))}
+    weights, biases = ["wq", "wk", "wv"], ["bq", "bk", "bv"]
     if cross:
-        places = {"q": ("q_attn", (0, 1)), "k": ("c_attn", (0, 2)), "v": ("c_attn", (1, 2))}
-    for letter, (name, part) in places.items():
-        table[f"w{letter}"] = Tensor(f"{prefix}{name}.weight", weight, part=part)
-        table[f"b{letter}"] = Tensor(f"{prefix}{name}.bias", bias, part=part)
+        table |= fused([weights.pop(0)], prefix + "q_attn.weight", weight)
+        table |= fused([biases.pop(0)], prefix + "q_attn.bias", bias)
+    table |= fused(weights, prefix + "c_attn.weight", weight)
+    table |= fused(biases, prefix + "c_attn.bias", bias)
     return under(leaf, table)

@@ -4,7 +4,7 @@ from ...models.gpt_neox import GPTNeoXConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import PART, ROPE, read_rope, rope_of, rotated_part
-from ._tables import EMBED, OUT_OF_HEADS, SIZES, TURNED, VECTOR, dense, norm
+from ._tables import EMBED, OUT_OF_HEADS, SIZES, TURNED, VECTOR, dense, fused, norm
 
 BASE_PREFIX = "gpt_neox."
 # Causal masks, the score of masked tokens, and the frequencies of rotary embeddings.
@@ -67,14 +67,12 @@ def tensors(config: GPTNeoXConfig) -> dict[str, Tensor]:
         **dense("layers/down", layer + "mlp.dense_4h_to_h"),
         **norm("norm", "gpt_neox.final_layer_norm"),
     }
-    for i, letter in enumerate("qkv"):
-        weight = "(heads qkv head_dim) width -> width heads head_dim"
-        name = attention + "query_key_value."
-        tables[f"layers/w{letter}"] = Tensor(name + "weight", weight, qkv=(i, 3))
-        if config.attention_bias:
-            bias = "(heads qkv head_dim) -> heads head_dim"
-            tables[f"layers/b{letter}"] = Tensor(name + "bias", bias, qkv=(i, 3))
+    weight = "(heads part head_dim) width -> width heads head_dim"
+    name = attention + "query_key_value."
+    tables |= fused(("layers/wq", "layers/wk", "layers/wv"), name + "weight", weight)
     if config.attention_bias:
+        bias = "(heads part head_dim) -> heads head_dim"
+        tables |= fused(("layers/bq", "layers/bk", "layers/bv"), name + "bias", bias)
         tables["layers/bo"] = Tensor(attention + "dense.bias", VECTOR)
     if not config.tied:
         tables["head"] = Tensor("embed_out.weight", TURNED)

@@ -4,7 +4,7 @@ from ...models.gpt_oss import GptOssConfig
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import ROPE, read_yarn, write_yarn
-from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, llama_attention, llama_ends
+from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, fused, llama_attention, llama_ends
 from ._windows import all_but_last_of, read_windows, write_windows
 
 BASE_PREFIX = "model."
@@ -68,9 +68,8 @@ def tensors(config: GptOssConfig) -> dict[str, Tensor]:
     }
     # Here the weights of experts are (inputs, outputs).
     both = experts + "gate_up_proj"
-    for i, leaf in enumerate(("gate", "up")):
-        weight = "experts width (hidden part) -> experts width hidden"
-        table[f"layers/{leaf}"] = Tensor(both, weight, part=(i, 2))
-        bias = "experts (hidden part) -> experts hidden"
-        table[f"layers/{leaf}_bias"] = Tensor(both + "_bias", bias, part=(i, 2))
+    weight = "experts width (hidden part) -> experts width hidden"
+    table |= fused(("layers/gate", "layers/up"), both, weight)
+    bias = "experts (hidden part) -> experts hidden"
+    table |= fused(("layers/gate_bias", "layers/up_bias"), both + "_bias", bias)
     return table | llama_ends(config)

@@ -5,7 +5,7 @@ import math
 from ...models.mamba2 import Mamba2Config
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, TURNED, VECTOR, own_head
+from ._tables import EMBED, TURNED, VECTOR, own_head, ranges, under
 
 BASE_PREFIX = "backbone."
 
@@ -78,14 +78,11 @@ def tensors(config: Mamba2Config) -> dict[str, Tensor]:
     }
     # The rows of `in_proj`, in this order: z, x, B, C and dt of the paper.
     sizes = {"gate": c.inner, "x": c.inner, "b": small, "c": small, "steps": c.heads}
-    start, total, channels = 0, sum(sizes.values()), c.inner + 2 * small
-    for leaf, size in sizes.items():
-        table[f"layers/{leaf}"] = Tensor(mixer + "in_proj.weight", TURNED, outputs=(start, total))
-        if leaf in "xbc":  # the convolution is over these, which follow the gate
-            at = (start - c.inner, channels)
-            kernel = "channels 1 taps -> taps channels"
-            table[f"layers/conv_{leaf}"] = Tensor(mixer + "conv1d.weight", kernel, channels=at)
-            bias = Tensor(mixer + "conv1d.bias", "channels -> channels", channels=at)
-            table[f"layers/conv_{leaf}_bias"] = bias
-        start += size
+    table |= under("layers/", ranges(sizes, "outputs", mixer + "in_proj.weight", TURNED))
+    # The convolution is over x, B and C.
+    kernels = {"conv_x": c.inner, "conv_b": small, "conv_c": small}
+    biases = {"conv_x_bias": c.inner, "conv_b_bias": small, "conv_c_bias": small}
+    kernel, bias = "channels 1 taps -> taps channels", "channels -> channels"
+    table |= under("layers/", ranges(kernels, "channels", mixer + "conv1d.weight", kernel))
+    table |= under("layers/", ranges(biases, "channels", mixer + "conv1d.bias", bias))
     return table | own_head(c)

@@ -6,12 +6,11 @@ from .._tensors import Tensor
 from ._labels import LABELLED, architecture_of, read_architecture, read_labels, write_labels
 from ._tables import (
     EMBED,
-    HEADS_BIAS,
-    INTO_HEADS,
     OUT_OF_HEADS,
     SIZES,
     TURNED,
     VECTOR,
+    fused,
     gate_and_up,
     linear,
     norm,
@@ -127,11 +126,11 @@ def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
     # The first layer has no norm before its attention: the embedding is normalised already.
     if c.layers > 1:
         table |= _norm(c, "attention_norm", base + "layers.{layer+1}.attn_norm")
-    for i, letter in enumerate("qkv"):
-        part = {"heads": (i * c.heads, 3 * c.heads), "head_dim": c.head_dim}
-        table[f"layers/w{letter}"] = Tensor(layer + "attn.Wqkv.weight", INTO_HEADS, **part)
-        if c.attention_bias:
-            table[f"layers/b{letter}"] = Tensor(layer + "attn.Wqkv.bias", HEADS_BIAS, **part)
+    qkv, weight = layer + "attn.Wqkv.", "(part heads head_dim) width -> width heads head_dim"
+    table |= fused(("layers/wq", "layers/wk", "layers/wv"), qkv + "weight", weight, heads=c.heads)
+    if c.attention_bias:
+        bias = "(part heads head_dim) -> heads head_dim"
+        table |= fused(("layers/bq", "layers/bk", "layers/bv"), qkv + "bias", bias, heads=c.heads)
     table |= gate_and_up(layer + "mlp.Wi", biased=c.mlp_bias)
     if c.attention_bias:
         table["layers/bo"] = Tensor(layer + "attn.Wo.bias", VECTOR)

@@ -11,9 +11,11 @@ from ._tables import (
     TURNED,
     VECTOR,
     attention,
+    fused,
     layers_with,
     llama_ends,
     qk_norms,
+    ranges,
     under,
     weights,
 )
@@ -105,8 +107,8 @@ def tensors(config: Qwen3_5Config) -> dict[str, Tensor]:
         name = layer + "self_attn."
         of_layer = attention("", name, PROJ, letters="kvo") | qk_norms("", name)
         both = "(heads part head_dim) width -> width heads head_dim"
-        for index, leaf in enumerate(("wq", "wz")):  # a head's queries, and the gate of its outputs
-            of_layer[leaf] = Tensor(name + "q_proj.weight", both, part=(index, 2))
+        # A head's queries, and the gate of its outputs.
+        of_layer |= fused(("wq", "wz"), name + "q_proj.weight", both)
         table |= under("attention/", of_layer | _rest(config, layer))
     return table
 
@@ -135,11 +137,8 @@ def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
         "out_norm": Tensor(name + "norm.weight", "size -> size"),
     }
     # Queries, keys and values are in one tensor, one behind the other.
-    start, total = 0, 2 * c.keys + c.values
+    weights = {"wq": c.keys, "wk": c.keys, "wv": c.values}
+    table |= ranges(weights, "outputs", name + "in_proj_qkv.weight", TURNED)
+    kernels = {"conv_q": c.keys, "conv_k": c.keys, "conv_v": c.values}
     kernel = "outputs 1 taps -> taps outputs"
-    for letter, size in {"q": c.keys, "k": c.keys, "v": c.values}.items():
-        at = (start, total)
-        table[f"w{letter}"] = Tensor(name + "in_proj_qkv.weight", TURNED, outputs=at)
-        table[f"conv_{letter}"] = Tensor(name + "conv1d.weight", kernel, outputs=at)
-        start += size
-    return table
+    return table | ranges(kernels, "outputs", name + "conv1d.weight", kernel)

@@ -14,7 +14,7 @@ from ._pairs import (
     pair_tensors,
     read_encoder,
 )
-from ._tables import OUT_PROJ, attention, dense, linear, norm, patches
+from ._tables import OUT_PROJ, attention, dense, fused, linear, norm, patches, under
 
 __all__ = ["BUFFERS", "example_inputs", "read", "tensors", "write"]
 
@@ -63,7 +63,6 @@ def write(config: SiglipConfig) -> Settings:
 
 
 def tensors(config: SiglipConfig) -> dict[str, Tensor]:
-    """Q, K and V of the pooler are in one tensor."""
     heads, leaf, name = config.image.heads, "image/pooler/", IMAGE + "head."
     inside = name + "attention."
     table = {
@@ -78,12 +77,9 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
         **dense(leaf + "up", name + "mlp.fc1"),
         **dense(leaf + "down", name + "mlp.fc2"),
     }
-    for i, letter in enumerate("qkv"):
-        # The pooler is torch's `MultiheadAttention`, which has Q, K and V in one tensor.
-        weight, bias = inside + "in_proj_weight", inside + "in_proj_bias"
-        part = "(part heads head_dim) width -> width heads head_dim"
-        fixed = {"part": (i, 3), "heads": heads}
-        table[f"{leaf}attention/w{letter}"] = Tensor(weight, part, **fixed)
-        part = "(part heads head_dim) -> heads head_dim"
-        table[f"{leaf}attention/b{letter}"] = Tensor(bias, part, **fixed)
-    return table
+    # The pooler is torch's `MultiheadAttention`, which has Q, K and V in one tensor.
+    weight = "(part heads head_dim) width -> width heads head_dim"
+    bias = "(part heads head_dim) -> heads head_dim"
+    qkv = fused(("wq", "wk", "wv"), inside + "in_proj_weight", weight, heads=heads)
+    qkv |= fused(("bq", "bk", "bv"), inside + "in_proj_bias", bias, heads=heads)
+    return table | under(leaf + "attention/", qkv)

@@ -1,7 +1,6 @@
 """Files of bitsandbytes, GPTQ and AWQ: every number, also in parts, and what is refused."""
 
 import json
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,9 +14,9 @@ import redcoast as rc
 from redcoast.core._pytree import leaf_paths
 from redcoast.models import Llama, LlamaConfig
 from redcoast.models._quantised_weight import NF4
-from redcoast.pretrained._lazy_tensor import Stored
+from redcoast.pretrained._lazy_tensor import Source, Stored
 from redcoast.pretrained._match import layout_of, needed_shapes
-from redcoast.pretrained._packed_integers import of_bitsandbytes, of_groups
+from redcoast.pretrained._quantised import dequantised
 from redcoast.pretrained._registry import write_config
 
 CONFIG = LlamaConfig(vocab=32, width=64, layers=2, heads=4, kv_heads=2, hidden=96)
@@ -164,20 +163,14 @@ def stored(tensors):
     return {name: make(np.asarray(x)) for name, x in tensors.items()}
 
 
-def read_quantised(tensors, quantisation):
-    if "bits" in quantisation:
-        return of_groups(stored(tensors), quantisation, "here")
-    return of_bitsandbytes(stored(tensors), "here")
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_any_part_of_a_weight_is_read(form):
     make, quantisation = FORMS[form]
     tensors, values = make("a.weight", (64, 96))
-    read = read_quantised(tensors, quantisation)
+    source = Source({"quantization_config": quantisation}, stored(tensors))
+    read = dequantised(source, np.dtype(np.float32), "here").stored
     assert read.keys() == {"a.weight"}
-    as_dtype: Any = read["a.weight"]  # a function of the dtype
-    weight = as_dtype(np.dtype(np.float32))
+    weight = read["a.weight"]
     for box in ((slice(0, 64), slice(0, 96)), (slice(3, 42), slice(7, 58))):
         np.testing.assert_array_equal(weight.take(box), values[box])
 
@@ -203,4 +196,4 @@ def test_tensors_that_do_not_match_are_refused(form, name, change, words):
     }
     tensors = {key: x for key, x in tensors.items() if x is not None}
     with pytest.raises(ValueError, match=f"^here has weights .*cannot be read: .*{words}"):
-        read_quantised(tensors, quantisation)
+        dequantised(Source({"quantization_config": quantisation}, stored(tensors)), None, "here")

@@ -193,6 +193,26 @@ def test_products_are_rounded_once_to_the_dtype_that_is_asked_for(saved, tmp_pat
         np.testing.assert_array_equal(found, expected)
 
 
+def test_scales_do_not_choose_the_dtype():
+    """It is the one of the tensors that are not quantised, of however few bytes."""
+
+    def stored(x):
+        return Stored(x.shape, x.dtype, lambda box, out: np.copyto(out, x[box]))
+
+    tensors = {
+        "a.weight": stored(np.ones((8, 8), E4M3)),
+        "a.weight_scale": stored(np.ones((8, 8), np.float32)),
+        "a.input_scale": stored(np.ones(8, np.float32)),
+        "norm.weight": stored(np.ones(8, np.float16)),
+    }
+    source = Source({"quantization_config": {"quant_method": "fbgemm_fp8"}}, tensors)
+    read = dequantised(source, None, "here").stored
+    assert {name: x.dtype for name, x in read.items()} == {
+        "a.weight": np.float16,
+        "norm.weight": np.float16,
+    }
+
+
 def in_mxfp4(name, x):
     """Changes the weights of experts (experts, inputs, outputs)."""
     if x.ndim != 3:

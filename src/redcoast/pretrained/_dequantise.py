@@ -4,7 +4,8 @@ Only the bytes of a part and its scales are read. Products are computed in float
 a few rows at a time, as `transformers` does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -30,6 +31,20 @@ _HALF_POWERS = np.exp2(_BYTES - 128.0).astype(np.float32)  # 2 ** (exponent - 12
 # Products that overflow, or of infinite numbers.
 _QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
 EXPONENTS = {np.dtype(np.uint8), np.dtype(jnp.float8_e8m0fnu)}
+
+
+class Misfit(ValueError):
+    """Raised for a weight whose tensors do not match; `args[0]` says why."""
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """A tensor that several tensors of a file represent, before its dtype is chosen."""
+
+    name: str
+    parts: tuple[str, ...]  # the tensors that have no other purpose, which a file may lack
+    shape: tuple[int, ...]
+    read: Callable[[Box, np.ndarray], None]  # as of `Stored`
 
 
 def read_scaled(

@@ -3,7 +3,6 @@
 Only the bytes of a part of a weight are read. Products are computed in float32 and rounded once.
 """
 
-import functools as ft
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,24 +10,18 @@ from math import prod
 
 import numpy as np
 
-from ..core._errors import several
-from ._dequantise import CACHED
+from ._dequantise import CACHED, Misfit, QuantisedTensor
 from ._lazy_tensor import Box, Stored
 from ._settings import Settings
 
 # The state of a 4-bit weight is a tensor with the bytes of a JSON object.
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+# The tensors that describe a 4-bit weight, behind its name.
+_OF_BLOCKS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
 # In AWQ, the place of each of eight neighbouring outputs in an int32.
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 # The largest tensor that is read whole when a file is opened.
 _MOST_OF_STATE = 2**16
-
-# A tensor of a file, or a function from its dtype to what it becomes.
-StoredOrMake = Stored | Callable[[np.dtype], Stored]
-
-
-class Misfit(ValueError):
-    """Raised for a weight whose tensors do not match; `args[0]` says why."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +52,19 @@ class Blocks:
             out[start - box[0].start : stop - box[0].start] = rows[rest]
 
 
-def of_bitsandbytes(stored: Mapping[str, Stored], where: object) -> dict[str, StoredOrMake]:
-    """Replaces `x` and its state (4 bits), or its scales (8 bits), by what reads `x`.
-
-    The values are new tensors, as a function from their dtype.
-    """
-    read, problems = dict[str, StoredOrMake](stored), []
-    for name, x in stored.items():
-        try:
-            if state := next((name + end for end in _STATES if name + end in stored), None):
-                blocks = _blocks(name, state, stored)
-                read[name] = ft.partial(Stored, blocks.shape, read=blocks.read)
-            elif x.dtype == np.int8 and (scales := name.removesuffix(".weight") + ".SCB") in stored:
-                read[name] = ft.partial(Stored, x.shape, read=_rows(name, x, stored[scales]))
-        except Misfit as error:
-            problems.append(error.args[0])
-    if problems:
-        raise ValueError(
-            f"{where} has weights of bitsandbytes that cannot be read: {several(problems)}."
-        )
-    ends = (".SCB", ".weight_format")
-    states = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
-    of_weights = {name + end for name in stored for end in states}
-    # Without the tensors that only describe weights.
-    for name in stored:
-        if name in of_weights or name.endswith(ends):
-            del read[name]
-    return read
+def bitsandbytes_weight(
+    name: str, stored: Mapping[str, Stored], quantisation: Settings
+) -> QuantisedTensor | None:
+    """Finds `x` with its state (4 bits), or with its scales (8 bits)."""
+    x, scales = stored[name], name.removesuffix(".weight") + ".SCB"
+    for end in _STATES:
+        if name + end in stored:
+            blocks = _blocks(name, name + end, stored)
+            parts = tuple(name + end for end in _OF_BLOCKS)
+            return QuantisedTensor(name, parts, blocks.shape, blocks.read)
+    if x.dtype == np.int8 and scales in stored:
+        return QuantisedTensor(name, (), x.shape, _rows(name, x, stored[scales]))
+    return None
 
 
 def _whole(name: str, stored: Mapping[str, Stored]) -> np.ndarray:
@@ -135,32 +114,6 @@ def _rows(name: str, x: Stored, scales: Stored) -> Callable[[Box, np.ndarray], N
     return read
 
 
-def of_groups(
-    stored: Mapping[str, Stored], quantisation: Settings, where: object
-) -> dict[str, StoredOrMake]:
-    """Replaces `x.qweight`, `x.qzeros`, `x.scales` and `x.g_idx` of GPTQ and AWQ by what reads
-    `x.weight`, as a function from its dtype."""
-    read, problems = dict[str, StoredOrMake](stored), []
-    for name, weight in stored.items():
-        module = name.removesuffix(".qweight")
-        if module == name:
-            continue
-        try:
-            groups = _groups(module, weight, stored, quantisation)
-        except Misfit as error:
-            problems.append(error.args[0])
-            continue
-        for end in ("qweight", "qzeros", "scales", "g_idx"):
-            # AWQ has no `g_idx`.
-            read.pop(f"{module}.{end}", None)
-        read[f"{module}.weight"] = ft.partial(Stored, groups.shape, read=groups.read)
-    if problems:
-        raise ValueError(
-            f"{where} has weights in groups of integers that cannot be read: {several(problems)}."
-        )
-    return read
-
-
 @dataclass(frozen=True)
 class Groups:
     """A weight (outputs, inputs), of which groups of inputs have a scale and a zero.
@@ -175,10 +128,6 @@ class Groups:
     bits: int
     awq: bool
     offset: int  # what is added to the stored zeros
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.scales.shape[1], len(self.of_inputs)
 
     def read(self, box: Box, out: np.ndarray) -> None:
         outputs, inputs = box
@@ -216,9 +165,14 @@ class Groups:
         return numbers.astype(np.int32).reshape(shape)
 
 
-def _groups(
-    module: str, weight: Stored, stored: Mapping[str, Stored], quantisation: Settings
-) -> Groups:
+def weight_of_groups(
+    name: str, stored: Mapping[str, Stored], quantisation: Settings
+) -> QuantisedTensor | None:
+    """Finds `x.weight` by `x.qweight`, `x.qzeros`, `x.scales` and `x.g_idx` of GPTQ and AWQ."""
+    module = name.removesuffix(".qweight")
+    if module == name:
+        return None
+    weight = stored[name]
     bits, awq = quantisation["bits"], quantisation["quant_method"] == "awq"
     try:
         zeros, scales = stored[f"{module}.qzeros"], stored[f"{module}.scales"]
@@ -245,4 +199,6 @@ def _groups(
         raise Misfit(f"{module}.g_idx does not give each of {inputs} inputs one of {groups} groups")
     # The first format of GPTQ stores zeros less one.
     is_first = not awq and quantisation.get("checkpoint_format", "gptq") == "gptq"
-    return Groups(weight, zeros, scales, of_inputs, bits, awq, int(is_first))
+    read = Groups(weight, zeros, scales, of_inputs, bits, awq, int(is_first)).read
+    parts = tuple(f"{module}.{end}" for end in ("qweight", "qzeros", "scales", "g_idx"))
+    return QuantisedTensor(f"{module}.weight", parts, (outputs, inputs), read)

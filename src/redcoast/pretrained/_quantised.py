@@ -13,28 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core._errors import several, short_repr
-from ._dequantise import EXPONENTS, FP8, read_mxfp4, read_scaled
+from ._dequantise import EXPONENTS, FP8, Misfit, QuantisedTensor, read_mxfp4, read_scaled
 from ._lazy_tensor import Box, Source, Stored, bytes_by_dtype
-from ._packed_integers import of_bitsandbytes, of_groups
+from ._packed_integers import bitsandbytes_weight, weight_of_groups
 from ._settings import Implemented, Settings
 
 # The settings that describe a quantisation.
 QUANTISATION = ("quantization_config", "compression_config")
-# Methods whose weights are in FP8, each with the required settings.
-_FP8_METHODS: dict[str, Implemented] = {
-    "fp8": {"fmt": ("e4m3", "e5m2", None), "expert_dtype": ("fp8", None)},
-    "mxfp8": {},
-    "fbgemm_fp8": {},
-    "modelopt": {"quant_algo": ("FP8",)},
-    "compressed-tensors": {"transform_config": ({}, None)},
-}
-# Methods whose weights are integers.
-_INTEGER_METHODS: dict[str, Implemented] = {
+# The supported methods, each with the settings that it requires.
+_METHODS: dict[str, Implemented] = {
     "awq": {"bits": (4,), "version": ("gemm", "GEMM", None)},
     "bitsandbytes": {},
+    "compressed-tensors": {"transform_config": ({}, None)},
+    "fbgemm_fp8": {},
+    "fp8": {"fmt": ("e4m3", "e5m2", None), "expert_dtype": ("fp8", None)},
     "gptq": {"bits": (2, 4, 8), "checkpoint_format": ("gptq", "gptq_v2", None)},
+    "modelopt": {"quant_algo": ("FP8",)},
+    "mxfp4": {},
+    "mxfp8": {},
 }
-_METHODS = {"mxfp4": {}} | _FP8_METHODS | _INTEGER_METHODS
 # Names of the scales of `x` and of `x.weight`.
 # All are factors of the weight, also `weight_scale_inv` of DeepSeek's files.
 _SCALES = ("{}_scale_inv", "{}_scale")
@@ -56,28 +53,28 @@ def dequantised(source: Source, dtype: np.dtype | None, where: object) -> Source
     settings, quantisation = split_quantisation(source.settings, where)
     if quantisation is None:
         return source
-    method = _method_of(quantisation)
-    if method in _INTEGER_METHODS:
-        if method == "bitsandbytes":
-            read = of_bitsandbytes(source.stored, where)
-        else:
-            read = of_groups(source.stored, quantisation, where)
-        stored, packed = {}, {}
-        for name, x in read.items():
-            if isinstance(x, Stored):
-                stored[name] = x
-            else:
-                packed[name] = x
-        # They are made only now: by default, their dtype is that of the other tensors.
-        dtype = dtype or _dtype_of_others(stored)
-        for name, make_tensor in packed.items():
-            stored[name] = make_tensor(dtype)
-        return dataclasses.replace(source, settings=settings, stored=stored)
-    dtype = dtype or _dtype_of_others(source.stored)
-    if method == "mxfp4":
-        stored = _of_mxfp4(source.stored, dtype, where)
-    else:
-        stored = _of_fp8(source.stored, _block_size(quantisation), dtype, where)
+    method = str(_method_of(quantisation))
+    find, words = _FINDERS.get(method, (_fp8_weight, "in FP8"))
+    ignored = _IGNORED.get(method, _OF_ACTIVATIONS)
+    stored = {name: x for name, x in source.stored.items() if not name.endswith(ignored)}
+    tensors: list[QuantisedTensor] = []
+    problems: list[str] = []
+    for name in source.stored:
+        try:
+            tensor = find(name, source.stored, quantisation)
+        except Misfit as error:
+            problems.append(error.args[0])
+            continue
+        if tensor is not None:
+            tensors.append(tensor)
+            for part in tensor.parts:
+                stored.pop(part, None)
+    if problems:
+        raise ValueError(f"{where} has weights {words} that cannot be read: {several(problems)}.")
+    # Only now, when the scales and the codes are no longer among the others.
+    dtype = dtype or _dtype_of_others(stored)
+    for tensor in tensors:
+        stored[tensor.name] = Stored(tensor.shape, dtype, tensor.read)
     return dataclasses.replace(source, settings=settings, stored=stored)
 
 
@@ -159,52 +156,54 @@ def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:
     return np.dtype(jnp.bfloat16)
 
 
-def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: object) -> dict[str, Stored]:
-    """Replaces `x_blocks` and `x_scales` by `x`, whose last two dimensions are swapped."""
-    read, problems = dict(stored), []
-    for name, blocks in stored.items():
-        base = name.removesuffix("_blocks")
-        if base == name or len(blocks.shape) != 4 or blocks.dtype != np.uint8:
-            continue
-        scales = read.pop(base + "_scales", None)
-        if scales is None or (scales.shape, scales.dtype) != (blocks.shape[:3], np.uint8):
-            kind = "none"
-            if scales is not None:
-                kind = f"some of shape {scales.shape} of {scales.dtype}"
-            problems.append(f"{name} needs scales of shape {blocks.shape[:3]} of uint8; has {kind}")
-            continue
-        del read[name]
-        experts, outputs, groups, size = blocks.shape
-        shape = (experts, groups * size * 2, outputs)  # two numbers in a byte
-        read[base] = Stored(shape, dtype, ft.partial(read_mxfp4, blocks, scales))
-    if problems:
-        raise ValueError(f"{where} has weights in MXFP4 that cannot be read: {several(problems)}.")
-    return read
+def _mxfp4_weight(
+    name: str, stored: Mapping[str, Stored], quantisation: Settings
+) -> QuantisedTensor | None:
+    """Finds `x`, whose last two dimensions are swapped, by `x_blocks` and `x_scales`."""
+    base, blocks = name.removesuffix("_blocks"), stored[name]
+    if base == name or len(blocks.shape) != 4 or blocks.dtype != np.uint8:
+        return None
+    scales = stored.get(base + "_scales")
+    if scales is None or (scales.shape, scales.dtype) != (blocks.shape[:3], np.uint8):
+        kind = "none"
+        if scales is not None:
+            kind = f"some of shape {scales.shape} of {scales.dtype}"
+        raise Misfit(f"{name} needs scales of shape {blocks.shape[:3]} of uint8; has {kind}")
+    experts, outputs, groups, size = blocks.shape
+    shape = (experts, groups * size * 2, outputs)  # two numbers in a byte
+    read = ft.partial(read_mxfp4, blocks, scales)
+    return QuantisedTensor(base, (name, base + "_scales"), shape, read)
 
 
-def _of_fp8(
-    stored: Mapping[str, Stored], size: tuple[int, int] | None, dtype: np.dtype, where: object
-) -> dict[str, Stored]:
-    """Replaces weights in FP8, and removes the scales of weights and activations."""
-    read, problems = dict(stored), []
-    for name, weight in stored.items():
-        if weight.dtype not in FP8:
-            continue
-        scale_name = _scale_of(name, stored)
-        if scale_name is None:
-            problems.append(f"{name} of {weight.dtype} has no scale")
-            continue
-        scale = _as_grid(stored[scale_name], weight.shape)
-        block = _block_of(weight.shape, scale, size)
-        if block is None:
-            kind = f"{stored[scale_name].shape} of {stored[scale_name].dtype}"
-            problems.append(f"{name} of shape {weight.shape} has scales of shape {kind}")
-            continue
-        del read[scale_name]
-        read[name] = Stored(weight.shape, dtype, ft.partial(read_scaled, weight, scale, block))
-    if problems:
-        raise ValueError(f"{where} has weights in FP8 that cannot be read: {several(problems)}.")
-    return {name: x for name, x in read.items() if not name.endswith(_OF_ACTIVATIONS)}
+def _fp8_weight(
+    name: str, stored: Mapping[str, Stored], quantisation: Settings
+) -> QuantisedTensor | None:
+    """Finds a weight in FP8 and its scales."""
+    weight = stored[name]
+    if weight.dtype not in FP8:
+        return None
+    scale_name = _scale_of(name, stored)
+    if scale_name is None:
+        raise Misfit(f"{name} of {weight.dtype} has no scale")
+    scale = _as_grid(stored[scale_name], weight.shape)
+    block = _block_of(weight.shape, scale, _block_size(quantisation))
+    if block is None:
+        kind = f"{stored[scale_name].shape} of {stored[scale_name].dtype}"
+        raise Misfit(f"{name} of shape {weight.shape} has scales of shape {kind}")
+    read = ft.partial(read_scaled, weight, scale, block)
+    return QuantisedTensor(name, (scale_name,), weight.shape, read)
+
+
+# For each method, the function that finds a weight by the name of one of its tensors, and what its
+# weights are called in messages. All others are in FP8.
+_FINDERS = {
+    "mxfp4": (_mxfp4_weight, "in MXFP4"),
+    "bitsandbytes": (bitsandbytes_weight, "of bitsandbytes"),
+    "awq": (weight_of_groups, "in groups of integers"),
+    "gptq": (weight_of_groups, "in groups of integers"),
+}
+# The ends of the names of tensors that have no effect here, where not of activations.
+_IGNORED = {"bitsandbytes": (".SCB", ".weight_format"), "mxfp4": (), "awq": (), "gptq": ()}
 
 
 def _scale_of(name: str, stored: Mapping[str, Stored]) -> str | None:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 from _pages import Printed
+from jaxtyping import PyTree
 
 import redcoast as rc
 from redcoast import models
@@ -243,7 +244,7 @@ def compile_case(case: Case) -> Figures:
     config = dataclasses.replace(case.model, remat=case.remat, unroll=case.unroll)
     tokens = jax.ShapeDtypeStruct((case.rows, TOKENS), jnp.int32)
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         return rc.losses.cross_entropy(model(batch["tokens"]), batch["targets"])
 
     with compiling_ahead(case.target) as place:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
+from jaxtyping import PyTree
 from traffic.targets import Platform, target_devices
 
 from redcoast.core._target import compiling_for, target_of
@@ -66,13 +67,13 @@ def main(
             print(line + (f" {seconds(compiled[1], shapes):.2f} |" if platform == "cpu" else ""))
 
 
-def compile_for(device: Any, fn: Any, shapes: Any) -> Any:
+def compile_for(device: Any, fn: Any, shapes: PyTree) -> Any:
     place = jax.sharding.SingleDeviceSharding(device)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
     return jax.jit(fn).lower(*arrays).compile()
 
 
-def seconds(compiled: Any, shapes: Any) -> float:
+def seconds(compiled: Any, shapes: PyTree) -> float:
     """Processor time of one call, after a first one."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]

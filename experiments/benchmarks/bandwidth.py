@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 
 def copy_bandwidth(size: int, rounds: int = 5) -> float:
@@ -25,7 +26,7 @@ def copy_bandwidth(size: int, rounds: int = 5) -> float:
     return many * 2 * size / seconds_of(run, rounds)
 
 
-def bytes_read(model: Any, *, batch: int, length: int) -> int:
+def bytes_read(model: PyTree, *, batch: int, length: int) -> int:
     """Bytes that a decoder reads for one new token of each row: the weights, and the keys and
     values of `length` tokens of each row."""
     c, itemsize = model.config, model.embed.dtype.itemsize
@@ -34,7 +35,7 @@ def bytes_read(model: Any, *, batch: int, length: int) -> int:
     return itemsize * (weights + batch * length * 2 * c.layers * c.kv_heads * c.head_dim)
 
 
-def parameters(model: Any) -> int:
+def parameters(model: PyTree) -> int:
     return sum(prod(x.shape) for x in jax.tree.leaves(model))
 
 

@@ -21,6 +21,8 @@ import numpy as np
 import tyro
 from _pages import Printed
 from architectures import CASES, SCIENCE, VARIED
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 from traffic.columns import abstract, abstract_key
 
 import redcoast as rc
@@ -31,23 +33,23 @@ LAYOUT = ("NWC", "WIO", "NWC")
 Hidden = Callable[[Any, jax.Array], jax.Array]
 
 
-def perceptron(p: Any, x: jax.Array) -> jax.Array:
+def perceptron(p: PyTree, x: jax.Array) -> jax.Array:
     return jax.nn.relu(x @ p["up"]) @ p["down"]
 
 
-def attention(p: Any, x: jax.Array) -> jax.Array:
+def attention(p: PyTree, x: jax.Array) -> jax.Array:
     q, k, v = (x @ p[name] for name in ("q", "k", "v"))
     weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
     return x + jnp.einsum("bqk,bkd->bqd", weights, v)
 
 
-def convolution(p: Any, x: jax.Array) -> jax.Array:
+def convolution(p: PyTree, x: jax.Array) -> jax.Array:
     kernel = p["kernel"]
     return x + jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=LAYOUT)
 
 
-def recurrence(p: Any, x: jax.Array) -> jax.Array:
-    def step(h: jax.Array, x: jax.Array) -> Any:
+def recurrence(p: PyTree, x: jax.Array) -> jax.Array:
+    def step(h: jax.Array, x: jax.Array) -> PyTree:
         h = jnp.tanh(x @ p["q"] + h @ p["k"])
         return h, h
 
@@ -55,7 +57,7 @@ def recurrence(p: Any, x: jax.Array) -> jax.Array:
     return jnp.swapaxes(jax.lax.scan(step, start, jnp.swapaxes(x, 0, 1))[1], 0, 1)
 
 
-def rematerialised(p: Any, x: jax.Array) -> jax.Array:
+def rematerialised(p: PyTree, x: jax.Array) -> jax.Array:
     block = jax.checkpoint(lambda p, x: x + perceptron(p, x))
     return block(p, block(p, x))
 
@@ -129,7 +131,7 @@ def attributed(program: Any) -> tuple[float, float]:
     return shares[0], shares[1]
 
 
-def place_of_planted(hidden: Hidden, bad: Callable[[jax.Array], jax.Array], mesh: Any) -> int:
+def place_of_planted(hidden: Hidden, bad: Callable[[jax.Array], jax.Array], mesh: Mesh) -> int:
     """The place of the planted line in the list of the costliest lines, from 1."""
     square = dict.fromkeys(("q", "k", "v"), (WIDTH, WIDTH))
     shapes = square | {"up": (WIDTH, 256), "down": (256, WIDTH), "kernel": (3, WIDTH, WIDTH)}

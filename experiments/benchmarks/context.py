@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jaxtyping import PyTree
 
 import redcoast as rc
 from redcoast.losses import chunked_cross_entropy
@@ -33,7 +34,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def loss_fn(model: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
+def loss_fn(model: PyTree, batch: jax.Array, key: jax.Array) -> jax.Array:
     hidden = model.hidden(batch[:, :-1])
     return chunked_cross_entropy(hidden, model.unembed, batch[:, 1:])
 

@@ -25,6 +25,7 @@ import tyro
 from _pages import Printed
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 from rivals import RATE, VOCAB, flax_model
 from step import OURS, deepen
 from trainers import loss_fn, with_fit, with_redco
@@ -93,11 +94,11 @@ def main(
     table.write(page, "data_parallel")
 
 
-def by_hand(model: Any, logits_of: Any, rows: list[Any], size: int) -> tuple[Any, str, int]:
+def by_hand(model: PyTree, logits_of: Any, rows: list[Any], size: int) -> tuple[Any, str, int]:
     """A jitted AdamW step of arrays that all devices hold."""
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    def step(state: Any, tokens: Any) -> Any:
+    def step(state: PyTree, tokens: jax.Array) -> PyTree:
         params, opt_state = state
         loss_of = lambda params: rc.losses.cross_entropy(
             logits_of(eqx.combine(params, static), tokens), tokens
@@ -110,7 +111,7 @@ def by_hand(model: Any, logits_of: Any, rows: list[Any], size: int) -> tuple[Any
 
 
 def with_step(
-    model: Any, rows: list[Any], size: int, *, in_parts: bool = False
+    model: PyTree, rows: list[Any], size: int, *, in_parts: bool = False
 ) -> tuple[Any, str, int]:
     """`redcoast.train_step`, compiled in the same way, or with the shardings of its plan."""
     key = jax.random.key(0)
@@ -121,7 +122,7 @@ def with_step(
         shardings = rc.plan_step(state, loss_fn, batch, shardings.mesh).shardings
     arrays, static = eqx.partition(state, eqx.is_array)
 
-    def step(arrays: Any, tokens: Any) -> Any:
+    def step(arrays: PyTree, tokens: jax.Array) -> PyTree:
         state = eqx.combine(arrays, static)
         state, metrics = rc.train_step(state, tokens, loss_fn=loss_fn, optimizer=OPTIMIZER)
         return eqx.filter(state, eqx.is_array), metrics
@@ -130,7 +131,7 @@ def with_step(
 
 
 def compiled(
-    step: Any, state: Any, rows: list[Any], size: int, shardings: Any = None
+    step: Any, state: PyTree, rows: list[Any], size: int, shardings: PyTree = None
 ) -> tuple[Any, str, int]:
     """The processor time of a turn, the text of the program, and its bytes of temporaries.
 

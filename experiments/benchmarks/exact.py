@@ -31,6 +31,7 @@ from redcoast.models import Llama, LlamaConfig
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
 from _options import mesh_sizes
+from jaxtyping import PyTree
 
 HEAD = ["mesh", "tokens", "difference", "exact", "rollout, s", "exact, s", "updates, s", "exact, s"]
 
@@ -102,7 +103,7 @@ def make_mode(c: Config, mesh_name: str, exact: bool) -> Mode:
     real[:, -1] = True
     advantage = rng.normal(size=c.prompts).astype(np.float32)
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> PyTree:
         new = rc.log_probabilities(model, batch["tokens"], mask=batch["real"], exact=exact)
         off = jnp.max(jnp.abs(jnp.where(batch["answer"], new - batch["old"], 0)))
         loss = losses.grpo(new, batch["old"], batch["advantage"], mask=batch["answer"])

@@ -35,6 +35,7 @@ import optax
 import tyro
 from _complete import complete
 from _pages import between_marks
+from jaxtyping import PyTree
 
 import redcoast as rc
 
@@ -293,14 +294,14 @@ def time_of_loop(arguments: dict[str, Any]) -> float:
     trainable, frozen = eqx.partition(model, is_trained)
     opt_state = optimizer.init(trainable)
 
-    def loss_of(trainable: Any, frozen: Any, batch: Any, key: Any) -> Any:
+    def loss_of(trainable: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array) -> PyTree:
         result = arguments["loss_fn"](eqx.combine(trainable, frozen), batch, key)
         if isinstance(result, tuple):
             return result[0]
         return result
 
     @eqx.filter_jit(donate="all-except-first")
-    def step(constant: Any, trainable: Any, opt_state: Any) -> Any:
+    def step(constant: PyTree, trainable: PyTree, opt_state: PyTree) -> PyTree:
         value, gradient = eqx.filter_value_and_grad(loss_of)(trainable, *constant)
         updates, opt_state = optimizer.update(gradient, opt_state, trainable)
         return optax.apply_updates(trainable, updates), opt_state, value
@@ -344,7 +345,7 @@ def time_of_steps(step: Any, arguments: dict[str, Any], log: Any) -> float:
     return (time.perf_counter() - begin) / TIMED
 
 
-def copied(state: Any) -> Any:
+def copied(state: PyTree) -> PyTree:
     """Copies the arrays of a state, which a step donates."""
     arrays, static = eqx.partition(state, eqx.is_array)
     return eqx.combine(jax.tree.map(lambda x: x.copy(), arrays), static)

@@ -18,6 +18,7 @@ import tyro
 from architectures import Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 from traffic.columns import Layout, also_shard, batch_shardings, fsdp, redcoast, replicated
 from traffic.measure import measure_layout
 
@@ -86,7 +87,7 @@ def make_case(width: int, hidden: int, experts: int, shape: tuple[int, int]) -> 
     return Case("Mixtral", "transformer", init, loss_fn, lambda: jnp.asarray(tokens, jnp.int32))
 
 
-def loss_fn(model: Any, tokens: Any, key: Any) -> jax.Array:
+def loss_fn(model: PyTree, tokens: jax.Array, key: jax.Array) -> jax.Array:
     hidden, balance = model.hidden_and_router_loss(tokens)
     entropy = cross_entropy(model.unembed(hidden)[:, :-1], tokens[:, 1:])
     return entropy + 0.02 * balance
@@ -141,7 +142,7 @@ def measure(case: Case, mesh: Mesh, name: str, make: Any) -> dict[str, Any]:
         return measure_layout(case, mesh, layout, name)
     run = _moe.gated_experts
 
-    def send(layer: Any, x: jax.Array) -> jax.Array:
+    def send(layer: PyTree, x: jax.Array) -> jax.Array:
         """Applies the experts where they are; `x` is `"batch experts tokens width"`."""
         to = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
         return to(run(layer, to(x, None, EVERY_AXIS)), EVERY_AXIS)

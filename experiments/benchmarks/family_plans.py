@@ -24,6 +24,7 @@ from _pages import Printed
 from architectures import Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 from traffic.columns import Layout, also_shard, batch_shardings, redcoast
 from traffic.measure import measure_layout
 
@@ -96,11 +97,11 @@ def written(case: Case, mesh: Mesh) -> list[Layout]:
     return [by_hand(case, mesh, params, experts=choice) for choice in choices]
 
 
-def by_hand(case: Case, mesh: Mesh, params: Any, *, experts: bool) -> Layout:
+def by_hand(case: Case, mesh: Mesh, params: PyTree, *, experts: bool) -> Layout:
     states = "log_decay" in [p[-1].name for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     dims = SPLIT | (dict.fromkeys(STATES, -1) if states else {})
 
-    def place(path: Any, array: Any) -> NamedSharding:
+    def place(path: Any, array: jax.Array) -> NamedSharding:
         name = path[-1].name
         stack = int(any(getattr(entry, "name", "") in STACKS for entry in path))
         dim = dims.get(name)
@@ -201,24 +202,26 @@ def make_cases(rows: int, length: int) -> dict[str, Case]:
     return {name: make_case(name, *parts) for name, parts in configs.items()}
 
 
-def make_case(name: str, model: Any, config: Any, batch: Any, loss: Callable[..., Any]) -> Case:
+def make_case(
+    name: str, model: PyTree, config: Any, batch: PyTree, loss: Callable[..., Any]
+) -> Case:
     init = lambda key: eqx.filter(model(config, key=key), eqx.is_array)
     return Case(name, "transformer", init, loss, lambda: batch)
 
 
-def of_text(model: Any, tokens: Any, key: Any) -> jax.Array:
+def of_text(model: PyTree, tokens: jax.Array, key: jax.Array) -> jax.Array:
     return cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
 
 
-def of_labels(model: Any, pixels: Any, key: Any) -> jax.Array:
+def of_labels(model: PyTree, pixels: Any, key: jax.Array) -> jax.Array:
     return cross_entropy(model(pixels), jnp.zeros(pixels.shape[0], jnp.int32))
 
 
-def of_pairs(model: Any, batch: Any, key: Any) -> jax.Array:
+def of_pairs(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     return pairwise_sigmoid(model(*batch))
 
 
-def of_both(model: Any, batch: Any, key: Any) -> jax.Array:
+def of_both(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     return cross_entropy(model(*batch)[:, :-1], batch[1][:, 1:])
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import optax
 import tyro
 from _complete import complete
+from jaxtyping import PyTree
 
 import redcoast as rc
 
@@ -48,7 +49,7 @@ class Examples:
         return np.full(32, value, np.float32)
 
 
-def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
+def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     return jnp.mean(jax.vmap(model)(batch) ** 2)
 
 
@@ -213,7 +214,7 @@ def timed(directory: Path, width: int, every: int, steps: int, seconds: float) -
         time.sleep(seconds)
         return np.zeros((), np.float32)
 
-    def slow_loss(model: Any, batch: Any, key: Any) -> jax.Array:
+    def slow_loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((), jnp.float32)
         waited = jax.pure_callback(wait, shape, batch[0, 0])
         return loss_fn(model, batch, key) + waited

@@ -21,6 +21,7 @@ JAX_IMPORTED = time.process_time()
 import equinox as eqx  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from jaxtyping import PyTree  # noqa: E402
 
 LIBRARIES_IMPORTED = time.process_time()
 
@@ -67,10 +68,10 @@ class Timed:
 
 
 def mlp_problem(devices: int) -> tuple[Any, Any, list[Any]]:
-    def init_fn(key: Any) -> Any:
+    def init_fn(key: jax.Array) -> PyTree:
         return eqx.nn.MLP(32, 10, 64, 1, key=key)
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         return jax.numpy.mean(jax.vmap(model)(batch) ** 2)
 
     return init_fn, loss_fn, list(np.ones((4 * devices, 32), np.float32))
@@ -81,10 +82,10 @@ def gpt2_problem(devices: int) -> tuple[Any, Any, list[Any]]:
         vocab=50257, width=768, layers=12, heads=12, hidden=3072, positions=1024
     )
 
-    def init_fn(key: Any) -> Any:
+    def init_fn(key: jax.Array) -> PyTree:
         return rc.models.GPT2(config, key=key)
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         return rc.losses.cross_entropy(model(batch)[:, :-1], batch[:, 1:])
 
     return init_fn, loss_fn, list(np.zeros((2 * devices, 64), np.int32))

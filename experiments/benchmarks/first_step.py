@@ -26,6 +26,8 @@ import redcoast as rc
 
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 OPTIMIZER = optax.adamw(3e-4)
 OURS = ("plan", "constrain", "rehearse the evaluation")
@@ -55,13 +57,13 @@ def main(layers: int = 24, width: int = 1024, seq: int = 16, batch: int = 8) -> 
     print(markdown(["part", "s", "share"], rows))
 
 
-def measure(config: Any, mesh: Any, tokens: Any) -> dict[str, float]:
+def measure(config: Any, mesh: Mesh, tokens: jax.ShapeDtypeStruct) -> dict[str, float]:
     """Processor seconds of each part."""
 
-    def init_fn(key: Any) -> Any:
+    def init_fn(key: jax.Array) -> PyTree:
         return rc.models.Llama(config, key=key)
 
-    def loss_fn(model: Any, tokens: Any, key: Any) -> jax.Array:
+    def loss_fn(model: PyTree, tokens: jax.Array, key: jax.Array) -> jax.Array:
         return rc.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
 
     seconds_of: dict[str, float] = {}

@@ -36,6 +36,7 @@ import redcoast as rc
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
 from _published import smollm2
+from jaxtyping import PyTree
 
 HEAD = ["batch", "limit, tokens/s", "redcoast", "of the limit", "transformers", "ratio"]
 HEAD += ["equal tokens", "layers, ms", "cache, ms", "head, ms"]
@@ -73,7 +74,7 @@ def main(c: Config) -> None:
     print(markdown(HEAD, [line(c, ours, theirs, batch, bandwidth) for batch in c.batches]))
 
 
-def first_calls(c: Config, model: Any) -> list[list[str]]:
+def first_calls(c: Config, model: PyTree) -> list[list[str]]:
     """Processor seconds of the first call, to its first and its last token; and of prompts of other
     lengths, the first time and again."""
     began, first = time.process_time(), []
@@ -95,7 +96,7 @@ def first_calls(c: Config, model: Any) -> list[list[str]]:
     return lines
 
 
-def in_turn(c: Config, model: Any) -> list[list[str]]:
+def in_turn(c: Config, model: PyTree) -> list[list[str]]:
     """The steps and the tokens per second of processor time of sampled answers to 16 prompts.
 
     A batch takes as many steps as the longest of the same answers has tokens.
@@ -137,7 +138,7 @@ def longest_row(lengths: np.ndarray, rows: int = 4) -> int:
     return max(ends)
 
 
-def prompts(model: Any, rows: int, length: int) -> np.ndarray:
+def prompts(model: PyTree, rows: int, length: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, model.config.vocab, (rows, length))
 
 
@@ -175,7 +176,7 @@ def turns(
     return speeds[0], [f"{speeds[1]:.1f}", f"{times['ratio']:.2f}", f"{alike:.1%}"]
 
 
-def parts(model: Any, batch: int, length: int, rounds: int) -> tuple[float, float, float]:
+def parts(model: PyTree, batch: int, length: int, rounds: int) -> tuple[float, float, float]:
     """Seconds of the layers, of reading a cache of `length` tokens, and of the head."""
     hidden = jnp.ones((batch, 1, model.config.width), model.embed.dtype)
     unembed = jax.jit(lambda model, x: model.unembed(x))
@@ -184,7 +185,7 @@ def parts(model: Any, batch: int, length: int, rounds: int) -> tuple[float, floa
     return short, full - short, head
 
 
-def step_seconds(model: Any, batch: int, length: int, rounds: int) -> float:
+def step_seconds(model: PyTree, batch: int, length: int, rounds: int) -> float:
     """Seconds of a step of decoding without its head, over a cache of `length` tokens."""
     tokens, cache = jnp.zeros((batch, 1), jnp.int32), model.init_cache(batch, length)
     step = jax.jit(lambda model, cache: model.decode(tokens, cache), donate_argnums=1)

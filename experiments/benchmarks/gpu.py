@@ -57,6 +57,7 @@ from redcoast.models import Llama, LlamaConfig, _attention
 
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
+from jaxtyping import PyTree
 
 WARM_UP = 3
 OPTIMIZER = optax.adamw(1e-4)
@@ -198,7 +199,7 @@ def init_fn(config: LlamaConfig, remat: Any) -> Callable[[Any], Llama]:
 def make_loss() -> Callable[..., Any]:
     """A loss function of its own for each variant, for which nothing is compiled yet."""
 
-    def loss_fn(model: Llama, tokens: Any, key: Any) -> Any:
+    def loss_fn(model: Llama, tokens: jax.Array, key: jax.Array) -> jax.Array:
         return losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
     return loss_fn
@@ -305,12 +306,12 @@ def bare_rows(size: Size, steps: int, chip: rc.Chip, kernel: bool, remat: str, n
     return speed_rows(f"bare jit, {name}, remat {remat}", size, seconds, chip)
 
 
-def bare_step() -> Any:
+def bare_step() -> PyTree:
     """A training step without redcoast: no plan, no guard, no metrics."""
     loss_fn = make_loss()
 
-    def step(model: Any, opt_state: Any, tokens: Any) -> Any:
-        def loss(model: Any) -> Any:
+    def step(model: PyTree, opt_state: PyTree, tokens: jax.Array) -> PyTree:
+        def loss(model: PyTree) -> jax.Array:
             return loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), model), tokens, None)
 
         value, grads = jax.value_and_grad(loss)(model)
@@ -337,7 +338,7 @@ def model_flops(config: LlamaConfig, seq: int) -> int:
     return 6 * (parameters(abstract(config)) - config.vocab * config.width) + attention
 
 
-def abstract(config: LlamaConfig) -> Any:
+def abstract(config: LlamaConfig) -> PyTree:
     return eqx.filter_eval_shape(init_fn(config, "none"), jax.random.key(0))
 
 
@@ -459,7 +460,7 @@ def generation_rows(size: Size) -> list[Row]:
     return rows
 
 
-def generation_seconds(model: Any, tokens: np.ndarray, new: int, rounds: int = 5) -> float:
+def generation_seconds(model: PyTree, tokens: np.ndarray, new: int, rounds: int = 5) -> float:
     run = ft.partial(rc.generate, model, tokens, max_new_tokens=new, eos=())
     return seconds_of(lambda: np.asarray(run()), rounds)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jaxtyping import PyTree
 
 from redcoast.models._attention import AllReal, Visible, attend, causal_view, full_view
 from redcoast.models._view import View
@@ -78,7 +79,7 @@ def compare(shape: Any, visible: Callable[[], Visible], has_bias: bool) -> tuple
     arrays = [normal(*pair) for pair in zip(seeds, shapes, strict=True)]
     cotangent = jax.random.normal(last, shapes[0])
 
-    def summed(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
+    def summed(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None = None) -> PyTree:
         out = attend(q, k, v, visible=visible(), bias=bias).astype(jnp.float32)
         return jnp.sum(out * cotangent), out
 

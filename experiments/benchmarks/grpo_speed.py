@@ -37,6 +37,7 @@ from redcoast.models import Llama, LlamaConfig
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
 from _tokenizers import byte_tokenizer
+from jaxtyping import PyTree
 
 HEAD = ["tokens per second", "redcoast", "TRL", "ratio", "least and most", "by the clock"]
 RATE, LETTERS, EOS, PAD = 1e-5, (97, 123), 256, 257
@@ -175,7 +176,7 @@ def record(trainer: Any, spent: Spent, take_turn: Callable[[dict[str, np.ndarray
     def generate_and_measure(*args: Any) -> Any:
         return spent.measure("TRL rollout", lambda: generate(*args))
 
-    def compute_and_record(model: Any, inputs: dict[str, Any]) -> Any:
+    def compute_and_record(model: PyTree, inputs: dict[str, Any]) -> Any:
         nonlocal begin
         samples.update({name: inputs[name].numpy().copy() for name in NAMES})
         begin = clocks()
@@ -188,7 +189,7 @@ def record(trainer: Any, spent: Spent, take_turn: Callable[[dict[str, np.ndarray
             spent.add("TRL update", begin)
             self.own = take_turn(samples)
 
-        def on_log(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        def on_log(self, args: Any, state: PyTree, control: Any, **options: Any) -> None:
             if norm := options["logs"].get("grad_norm"):
                 print(f"Gradient norm {self.own:.6f}, of TRL {float(norm):.6f}", flush=True)
 
@@ -203,7 +204,7 @@ def make_turn(c: Config, weights: Path, spent: Spent) -> Callable[[dict[str, np.
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, weight_decay=0.0))
     rows, columns = c.prompts * c.samples, c.prompt + c.new
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> PyTree:
         new = rc.log_probabilities(model, batch["tokens"])[:, c.prompt - 1 :]
         old = jax.lax.stop_gradient(new)  # a step for each rollout, as in TRL
         return losses.grpo(new, old, batch["advantages"], mask=batch["mask"]), {}

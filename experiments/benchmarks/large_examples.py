@@ -30,8 +30,9 @@ import jax.random as jr
 import numpy as np
 import tyro
 from _pages import Printed
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
@@ -66,23 +67,23 @@ def normal(*shape: int) -> jax.Array:
 def squared_error(predict: Callable[..., Any]) -> Callable[..., Any]:
     """The mean squared error of a prediction for each example."""
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         x, y = batch
         return jnp.mean((jax.vmap(lambda x: predict(model, x))(x) - y) ** 2)
 
     return loss
 
 
-def normalized(z: Any) -> Any:
+def normalized(z: jax.Array) -> jax.Array:
     mean, variance = z.mean(-1, keepdims=True), z.var(-1, keepdims=True)
     return (z - mean) * jax.lax.rsqrt(variance + 1e-5)
 
 
-def matrix(key: Any, width: int, out: int) -> jax.Array:
+def matrix(key: jax.Array, width: int, out: int) -> jax.Array:
     return jr.normal(key, (width, out)) / width**0.5
 
 
-def attention(p: Any, z: Any, heads: int = 4) -> Any:
+def attention(p: PyTree, z: jax.Array, heads: int = 4) -> jax.Array:
     """Attention along the second last dimension."""
     split = lambda w: (z @ w).reshape(*z.shape[:-1], heads, -1)
     q, k, v = (split(p[name]) for name in "qkv")
@@ -96,7 +97,7 @@ def pair(
     """A pair matrix with triangle updates, as in AlphaFold, one block rematerialised at a time."""
     names = {"a": 1, "b": 1, "g": 1, "o": 1, "u": 4, "q": 1, "k": 1, "v": 1, "e": 1}
 
-    def block_of(key: Any) -> Any:
+    def block_of(key: jax.Array) -> PyTree:
         keys = jr.split(key, len(names) + 1)
         block = {
             name: matrix(k, width, width * factor)
@@ -104,13 +105,13 @@ def pair(
         }
         return block | {"d": matrix(keys[-1], 4 * width, width)}
 
-    def triangle(p: Any, z: Any, product: str) -> Any:
+    def triangle(p: PyTree, z: jax.Array, product: str) -> jax.Array:
         n = normalized(z)
         mixed = jnp.einsum(product, n @ p["a"], n @ p["b"])
         return z + jax.nn.sigmoid(n @ p["g"]) * (normalized(mixed) @ p["o"])
 
     @jax.checkpoint
-    def block(p: Any, z: Any) -> Any:
+    def block(p: PyTree, z: jax.Array) -> jax.Array:
         z = triangle(p, z, "ikc,jkc->ijc")
         z = triangle(p, z, "kic,kjc->ijc")
         if triangle_attention:
@@ -118,7 +119,7 @@ def pair(
             z = z + jnp.swapaxes(attention(p, normalized(jnp.swapaxes(z, 0, 1))), 0, 1)
         return z + jax.nn.relu(normalized(z) @ p["u"]) @ p["d"]
 
-    def predict(model: Any, z: Any) -> Any:
+    def predict(model: PyTree, z: jax.Array) -> PyTree:
         for p in model:
             z = block(p, z)
         return z
@@ -146,7 +147,7 @@ def unet(
     }
     pool = (eqx.nn.MaxPool2d if ndim == 2 else eqx.nn.MaxPool3d)(2, 2)
 
-    def predict(m: Any, x: Any) -> Any:
+    def predict(m: Any, x: jax.Array) -> jax.Array:
         fine = jax.nn.gelu(m["first"](x))
         coarse = jax.nn.gelu(m["down"](fine))
         h = jax.nn.gelu(m["middle"](pool(jax.nn.gelu(m["deep"](coarse)))))
@@ -157,7 +158,7 @@ def unet(
     return Example(squared_error(predict), model, (batch, batch[..., ::-1]), (2, 3))
 
 
-def mlp(key: Any, width: int, into: int, out: int) -> Any:
+def mlp(key: jax.Array, width: int, into: int, out: int) -> Any:
     return eqx.nn.MLP(into, out, width, 1, jax.nn.silu, key=key)
 
 
@@ -187,7 +188,9 @@ def mesh_forecast(rows: int, *, grid: int = 4096, nodes: int = 1024, width: int 
         "last": mlp(next(keys), width, width, 8),
     }
 
-    def messages(part: Any, edges: Any, x: Any, y: Any, constrain: Callable[[Any], Any]) -> Any:
+    def messages(
+        part: Any, edges: Any, x: jax.Array, y: jax.Array, constrain: Callable[[Any], Any]
+    ) -> jax.Array:
         sent, received = map(constrain, edges)
         message, update = part
         inputs = jnp.concatenate([x[sent], y[received]], -1)
@@ -195,7 +198,7 @@ def mesh_forecast(rows: int, *, grid: int = 4096, nodes: int = 1024, width: int 
         return y + jax.vmap(update)(jnp.concatenate([y, added], -1))
 
     def with_edges(constrain: Callable[[Any], Any]) -> Callable[..., Any]:
-        def predict(m: Any, x: Any) -> Any:
+        def predict(m: Any, x: jax.Array) -> jax.Array:
             h = jax.vmap(m["embed"])(x)
             z = messages(m["encode"], edges["encode"], h, jnp.zeros((nodes, width)), constrain)
             for part in m["process"]:
@@ -214,13 +217,13 @@ def windows(rows: int, *, size: int = 64, width: int = 32, window: int = 8) -> E
     """Attention in windows of an image, every second time shifted by half a window, as Swin."""
     names = {"q": 1, "k": 1, "v": 1, "e": 1, "u": 4}
 
-    def block_of(key: Any) -> Any:
+    def block_of(key: jax.Array) -> PyTree:
         keys = jr.split(key, 6)
         pairs = zip(names.items(), keys, strict=False)
         block = {name: matrix(k, width, width * factor) for (name, factor), k in pairs}
         return block | {"d": matrix(keys[5], 4 * width, width)}
 
-    def block(p: Any, z: Any, shift: int) -> Any:
+    def block(p: PyTree, z: jax.Array, shift: int) -> jax.Array:
         n = jnp.roll(normalized(z), (-shift, -shift), (0, 1))
         count = size // window
         parts = n.reshape(count, window, count, window, width).swapaxes(1, 2)
@@ -229,7 +232,7 @@ def windows(rows: int, *, size: int = 64, width: int = 32, window: int = 8) -> E
         z = z + jnp.roll(parts.reshape(size, size, width), (shift, shift), (0, 1))
         return z + jax.nn.gelu(normalized(z) @ p["u"]) @ p["d"]
 
-    def predict(model: Any, z: Any) -> Any:
+    def predict(model: PyTree, z: jax.Array) -> PyTree:
         for i, p in enumerate(model):
             z = jax.checkpoint(block, static_argnums=2)(p, z, window // 2 * (i % 2))
         return z
@@ -249,7 +252,7 @@ def fourier(rows: int, *, size: int = 128, width: int = 16, modes: int = 8) -> E
         "last": matrix(keys[9], width, 2),
     }
 
-    def predict(m: Any, x: Any) -> Any:
+    def predict(m: Any, x: jax.Array) -> jax.Array:
         h = jnp.einsum("ixy,io->oxy", x, m["lift"])
         for (real, imaginary), pointwise in m["layers"]:
             spectrum = jnp.fft.rfft2(h)
@@ -270,7 +273,7 @@ def graph(rows: int, *, nodes: int = 2048, edges: int = 16384, width: int = 32) 
         for i in (0, 2, 4)
     ]
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         x, sent, received, y = batch
         for message, update in model:
             inputs = jnp.concatenate([x[sent], x[received]], -1)
@@ -360,7 +363,7 @@ def main(
     write(page, f"large_examples_{platform}")
 
 
-def planned(example: Example, mesh: Any, memory: float, run: bool) -> tuple[rc.Plan, Step]:
+def planned(example: Example, mesh: Mesh, memory: float, run: bool) -> tuple[rc.Plan, Step]:
     hardware = hardware_of(mesh.devices.flat[0].platform, memory)
     args = (example.batch, KEY)
     plan = rc.plan_shardings(example.model, mesh, fn=example.loss, args=args, hardware=hardware)
@@ -377,7 +380,7 @@ def hardware_of(platform: str, memory: float) -> rc.Hardware:
     return rc.Hardware(memory=memory, compiler="tpu" if platform == "tpu" else "gpu")
 
 
-def by_hand(example: Example, mesh: Any, specs: Any) -> list[Step]:
+def by_hand(example: Example, mesh: Mesh, specs: PyTree) -> list[Step]:
     """A step for each dimension, with the edges constrained and not."""
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     over_edges = NamedSharding(mesh, P(axes))
@@ -398,8 +401,8 @@ def by_hand(example: Example, mesh: Any, specs: Any) -> list[Step]:
 def compile_step(
     loss: Callable[..., Any],
     example: Example,
-    mesh: Any,
-    specs: Any = None,
+    mesh: Mesh,
+    specs: PyTree = None,
     batch_sharding: Any = None,
     *,
     run: bool,
@@ -409,7 +412,7 @@ def compile_step(
     if specs is None:
         specs = jax.tree.map(lambda x: everywhere, arrays)
 
-    def step(arrays: Any, batch: Any) -> Any:
+    def step(arrays: PyTree, batch: PyTree) -> PyTree:
         of_arrays = lambda arrays: loss(eqx.combine(arrays, static), batch, KEY)
         return jax.value_and_grad(of_arrays)(arrays)
 
@@ -427,7 +430,7 @@ def compile_step(
     return Step(temporary_bytes(compiled.memory_analysis(), platform), sent, result)
 
 
-def differences(expected: Any, found: Any) -> tuple[str, str]:
+def differences(expected: PyTree, found: Any) -> tuple[str, str]:
     """The largest relative difference of the loss, and of a gradient."""
     (loss, gradients), (other, others) = expected, found
     largest = [float(np.max(np.abs(x))) for x in jax.tree.leaves(gradients)]

@@ -41,8 +41,9 @@ import jax.random as jr
 import numpy as np
 import tyro
 from _pages import Printed
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
@@ -69,8 +70,8 @@ def ode() -> Program:
     """Adaptive Euler steps in a `while_loop`; only the readout is trained."""
     field, readout = eqx.nn.MLP(4, 4, 64, 2, key=KEY), eqx.nn.Linear(4, 1, key=KEY)
 
-    def solve(field: Any, y: Any) -> Any:
-        def step(state: Any) -> Any:
+    def solve(field: Any, y: jax.Array) -> jax.Array:
+        def step(state: PyTree) -> PyTree:
             t, y, n = state
             slope = field(y)
             h = 0.05 / (1 + jnp.max(jnp.abs(slope)))
@@ -79,7 +80,7 @@ def ode() -> Program:
         going = lambda state: (state[0] < 1) & (state[2] < 200)
         return jax.lax.while_loop(going, step, (jnp.float32(0), y, 0))[1]
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         field, readout = model
         ends = jax.lax.stop_gradient(jax.vmap(lambda y: solve(field, y))(batch))
         return jnp.mean(jax.vmap(readout)(ends) ** 2)
@@ -94,7 +95,7 @@ def diffrax_field(adjoint: str, solver: str = "Tsit5") -> Program:
     field, readout = eqx.nn.MLP(4, 4, 64, 2, key=KEY), eqx.nn.Linear(4, 2, key=KEY)
     term = diffrax.ODETerm(lambda t, y, field: field(y))
 
-    def of_example(model: Any, y: Any) -> Any:
+    def of_example(model: PyTree, y: jax.Array) -> jax.Array:
         field, readout = model
         solution = diffrax.diffeqsolve(
             term,
@@ -121,7 +122,7 @@ def neural_sde() -> Program:
 
     drift, diffusion = eqx.nn.MLP(4, 4, 32, 1, key=KEY), eqx.nn.MLP(4, 4, 32, 1, key=KEY)
 
-    def of_example(model: Any, y: Any, key: Any) -> Any:
+    def of_example(model: PyTree, y: jax.Array, key: jax.Array) -> jax.Array:
         noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-3, (4,), key)
         scale = lambda t, y, args: lineax.DiagonalLinearOperator(0.1 * args[1](y))
         terms = diffrax.MultiTerm(
@@ -130,7 +131,7 @@ def neural_sde() -> Program:
         solver = diffrax.Heun()
         return diffrax.diffeqsolve(terms, solver, 0.0, 1.0, 0.05, y, model, max_steps=64).ys[-1]
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         return jnp.mean(jax.vmap(lambda y, key: of_example(model, y, key))(*batch) ** 2)
 
     return loss, (drift, diffusion), (spread(4), jr.split(KEY, ROWS))
@@ -142,7 +143,7 @@ def optimistix_root() -> Program:
 
     inside, outside = eqx.nn.MLP(8, 8, 32, 1, key=KEY), eqx.nn.Linear(8, 2, key=KEY)
 
-    def of_example(model: Any, x: Any) -> Any:
+    def of_example(model: PyTree, x: jax.Array) -> jax.Array:
         inside, outside = model
         residual = lambda z, args: z - jnp.tanh(0.3 * args[0](z) + args[1])
         solver = optimistix.Newton(1e-5, 1e-5)
@@ -159,15 +160,15 @@ def hmc() -> Program:
     """Hamiltonian Monte Carlo: 5 proposals of a chain, each of a random number of leaps."""
     energy = eqx.nn.MLP(4, "scalar", 32, 1, key=KEY)
 
-    def of_example(energy: Any, x: Any, key: Any) -> Any:
+    def of_example(energy: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         potential = lambda x: energy(x) + 0.5 * jnp.sum(x**2)
         force = jax.grad(potential)
 
-        def propose(x: Any, key: Any) -> Any:
+        def propose(x: jax.Array, key: jax.Array) -> PyTree:
             a, b, c = jr.split(key, 3)
             momentum = jr.normal(a, x.shape)
 
-            def leap(i: Any, state: Any) -> Any:
+            def leap(i: Any, state: PyTree) -> PyTree:
                 x, p = state
                 p = p - 0.05 * force(x)
                 x = x + 0.1 * p
@@ -181,7 +182,7 @@ def hmc() -> Program:
 
         return jax.lax.scan(propose, x, jr.split(key, 5))[0]
 
-    def loss(energy: Any, batch: Any, key: Any) -> Any:
+    def loss(energy: Any, batch: PyTree, key: jax.Array) -> jax.Array:
         samples = jax.vmap(lambda x, key: of_example(energy, x, key))(*batch)
         samples = jax.lax.stop_gradient(samples)
         return jnp.mean(jax.vmap(energy)(batch[0])) - jnp.mean(jax.vmap(energy)(samples))
@@ -195,13 +196,13 @@ def nuts() -> Program:
 
     energy = eqx.nn.MLP(4, "scalar", 32, 1, activation=jnp.tanh, key=KEY)
 
-    def of_example(energy: Any, x: Any, key: Any) -> Any:
+    def of_example(energy: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         density = lambda x: -energy(x) - 0.5 * jnp.sum(x**2)
         sampler = blackjax.nuts(density, 0.2, jnp.ones(4), max_num_doublings=4)
         state, _ = sampler.step(key, sampler.init(x))
         return state.position  # pyright: ignore[reportAttributeAccessIssue]
 
-    def loss(energy: Any, batch: Any, key: Any) -> Any:
+    def loss(energy: Any, batch: PyTree, key: jax.Array) -> jax.Array:
         samples = jax.vmap(lambda x, key: of_example(energy, x, key))(*batch)
         samples = jax.lax.stop_gradient(samples)
         return jnp.mean(jax.vmap(energy)(batch[0])) - jnp.mean(jax.vmap(energy)(samples))
@@ -215,14 +216,14 @@ def fno(*, scanned: bool) -> Program:
     weights = jr.normal(a, (4, 16, 16)) * 0.1, jr.normal(b, (4, 16, 16)) * 0.1
     model = (*weights, jr.normal(c, (4, 16, 16)) * 0.1)
 
-    def layer(h: Any, weights: Any) -> Any:
+    def layer(h: PyTree, weights: PyTree) -> PyTree:
         real, imaginary, pointwise = weights
         modes = jnp.fft.rfft(h, axis=-1)[..., :8]
         modes = jnp.einsum("bix,io->box", modes, real + 1j * imaginary)
         h = h + jnp.einsum("bix,io->box", h, pointwise)
         return h + jax.nn.gelu(jnp.fft.irfft(modes, n=64, axis=-1)), None
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         if scanned:
             return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch, model)[0] ** 2)
         for i in range(4):
@@ -236,7 +237,7 @@ def gaussian_process() -> Program:
     """The marginal likelihood of a Gaussian process for each example, with a learned kernel."""
     features = eqx.nn.MLP(2, 8, 32, 1, key=KEY)
 
-    def of_example(features: Any, x: Any, y: Any) -> Any:
+    def of_example(features: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
         z = jax.vmap(features)(x)
         distances = jnp.sum((z[:, None] - z[None]) ** 2, -1)
         factor = jnp.linalg.cholesky(jnp.exp(-distances) + 0.1 * jnp.eye(len(x)))
@@ -252,7 +253,7 @@ def gaussian_process() -> Program:
 def fft() -> Program:
     model = eqx.nn.Conv1d(1, 8, 3, padding=1, key=KEY)
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         return jnp.mean(jnp.abs(jnp.fft.rfft(jax.vmap(model)(batch), axis=-1)) ** 2)
 
     return loss, model, spread(1, 1024)
@@ -262,7 +263,7 @@ def linear_algebra(decompose: Callable[[Any], Any]) -> Program:
     """A decomposition of a matrix of each example."""
     model = eqx.nn.MLP(16, 16 * 16, 32, 1, key=KEY)
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         matrices = jax.vmap(model)(batch).reshape(-1, 16, 16)
         matrices = matrices @ jnp.swapaxes(matrices, -1, -2) + jnp.diag(jnp.arange(1.0, 17.0))
         return jnp.mean(jax.vmap(decompose)(matrices) ** 2)
@@ -277,7 +278,7 @@ def lineax_solve(solver: str) -> Program:
     model = eqx.nn.MLP(16, 16 * 16, 32, 1, key=KEY)
     options = {"CG": {"rtol": 1e-4, "atol": 1e-4, "max_steps": 200}}
 
-    def of_example(model: Any, x: Any) -> Any:
+    def of_example(model: PyTree, x: jax.Array) -> jax.Array:
         matrix = model(x).reshape(16, 16)
         matrix = matrix @ matrix.T + jnp.diag(jnp.arange(1.0, 17.0))
         operator = lineax.MatrixLinearOperator(matrix, lineax.positive_semidefinite_tag)
@@ -298,7 +299,7 @@ def on_host() -> Program:
     """A function on the host that is called for each example."""
     model = eqx.nn.MLP(16, 16, 64, 2, key=KEY)
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         z = jax.lax.stop_gradient(jax.vmap(model)(batch))
         struct = jax.ShapeDtypeStruct((16,), z.dtype)
         call = lambda z: jax.pure_callback(np.sin, struct, z, vmap_method="sequential")
@@ -310,7 +311,7 @@ def on_host() -> Program:
 def error_if() -> Program:
     model = eqx.nn.MLP(16, 16, 64, 2, key=KEY)
 
-    def loss(model: Any, batch: Any, key: Any) -> Any:
+    def loss(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         z = jax.vmap(model)(batch)
         return jnp.mean(eqx.error_if(z, jnp.any(jnp.isnan(z)), "NaN") ** 2)
 
@@ -397,8 +398,8 @@ class Reference:
     def __init__(
         self,
         loss: Callable[..., Any],
-        model: Any,
-        batch: Any,
+        model: PyTree,
+        batch: PyTree,
         differentiate: Callable[..., Any],
     ):
         arrays, static = eqx.partition(model, eqx.is_array)
@@ -409,7 +410,7 @@ class Reference:
 
 def measure(
     program: Program,
-    mesh: Any,
+    mesh: Mesh,
     how: str,
     reference: Reference | None,
     turns: int,
@@ -455,22 +456,22 @@ def measure(
     return [*row, of_time, f"{of_loss:.0e}", of_gradients]
 
 
-def gradients_of(loss: Callable[..., Any], static: Any) -> Callable[..., Any]:
-    def step(arrays: Any, batch: Any) -> Any:
+def gradients_of(loss: Callable[..., Any], static: PyTree) -> Callable[..., Any]:
+    def step(arrays: PyTree, batch: PyTree) -> PyTree:
         of_arrays = lambda arrays: loss(eqx.combine(arrays, static), batch, KEY)
         return jax.value_and_grad(of_arrays)(arrays)
 
     return step
 
 
-def loss_of(loss: Callable[..., Any], static: Any) -> Callable[..., Any]:
+def loss_of(loss: Callable[..., Any], static: PyTree) -> Callable[..., Any]:
     return lambda arrays, batch: (loss(eqx.combine(arrays, static), batch, KEY), ())
 
 
-def by_hand(step: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def by_hand(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """The step of the rows of each device, and the mean of the losses and of the gradients."""
 
-    def local(arrays: Any, batch: Any) -> Any:
+    def local(arrays: PyTree, batch: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jax.lax.pmean(x, mesh.axis_names), step(arrays, batch))
 
     rows = P(("data", "fsdp"))
@@ -479,7 +480,7 @@ def by_hand(step: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     )
 
 
-def difference(computed: Any, expected: Any, least: float) -> float:
+def difference(computed: Any, expected: PyTree, least: float) -> float:
     """The largest difference, relative to the largest element and to at least `least`."""
     computed, expected = np.asarray(computed), np.asarray(expected)
     return float(np.max(np.abs(computed - expected)) / max(float(np.max(np.abs(expected))), least))

@@ -34,6 +34,7 @@ from redcoast.train import _one_thread
 
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
+from jaxtyping import PyTree
 
 
 @dataclasses.dataclass
@@ -75,13 +76,13 @@ def collate_fn(examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.nd
     return {"x": np.stack([x for x, _ in examples]), "y": np.array([y for _, y in examples])}
 
 
-def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
+def loss_fn(model: PyTree, batch: PyTree, key: jax.Array | None) -> jax.Array:
     logits = jax.vmap(model)(batch["x"])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
 
 
 def hand_written(
-    model: Any, examples: list[Any], case: Case, clock: Clock = time.process_time
+    model: PyTree, examples: list[Any], case: Case, clock: Clock = time.process_time
 ) -> float:
     """Seconds of a step of a loop without a library."""
     params, static = eqx.partition(model, eqx.is_array)
@@ -89,7 +90,7 @@ def hand_written(
     opt_state = OPTIMIZER.init(params)
 
     @ft.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+    def step(params: PyTree, opt_state: PyTree, batch: PyTree) -> PyTree:
         loss = lambda p: loss_fn(eqx.combine(p, static), batch, None)
         value, grads = jax.value_and_grad(loss)(params)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
@@ -109,7 +110,7 @@ def hand_written(
 
 
 def with_fit(
-    model: Any,
+    model: PyTree,
     examples: list[Any],
     case: Case,
     clock: Clock = time.process_time,

@@ -25,6 +25,7 @@ import optax
 import tyro
 from _complete import complete
 from _pages import Printed
+from jaxtyping import PyTree
 from loop import CASES, OPTIMIZER, collate_fn, loss_fn, make_examples
 
 import redcoast as rc
@@ -45,10 +46,10 @@ def collated(examples: list[Any], steps: int) -> Iterator[Any]:
         yield collate_fn([examples[j] for j in rows])
 
 
-def bare(model: Any, examples: list[Any], steps: int) -> Iterator[Any]:
+def bare(model: PyTree, examples: list[Any], steps: int) -> Iterator[Any]:
     params, static = eqx.partition(model, eqx.is_array)
 
-    def step(state: Any, batch: Any) -> Any:
+    def step(state: PyTree, batch: PyTree) -> PyTree:
         params, opt_state = state
         loss_of = lambda params: loss_fn(eqx.combine(params, static), batch, None)
         loss, gradient = jax.value_and_grad(loss_of)(params)
@@ -58,10 +59,10 @@ def bare(model: Any, examples: list[Any], steps: int) -> Iterator[Any]:
     yield from jitted(step, (params, OPTIMIZER.init(params)), examples, steps)
 
 
-def guarded(model: Any, examples: list[Any], steps: int) -> Iterator[Any]:
+def guarded(model: PyTree, examples: list[Any], steps: int) -> Iterator[Any]:
     arrays, static = eqx.partition(init(model), eqx.is_array)
 
-    def step(arrays: Any, batch: Any) -> Any:
+    def step(arrays: PyTree, batch: PyTree) -> PyTree:
         state, metrics = pack_metrics(STEP)(eqx.combine(arrays, static), batch)
         return eqx.filter(state, eqx.is_array), metrics.values
 
@@ -78,31 +79,31 @@ def lacking(norm: bool, guard: bool, *args: Any) -> Iterator[Any]:
         yield from guarded(*args)
 
 
-def jitted(step: Any, state: Any, examples: list[Any], steps: int) -> Iterator[Any]:
+def jitted(step: Any, state: PyTree, examples: list[Any], steps: int) -> Iterator[Any]:
     step = jax.jit(step, donate_argnums=0)
     for batch in collated(examples, steps):
         state, value = step(state, batch)
         yield value
 
 
-def init(model: Any) -> Any:
+def init(model: PyTree) -> PyTree:
     return rc.init_state(lambda _: model, OPTIMIZER, key=jax.random.key(0))
 
 
-def compiled(model: Any, examples: list[Any], steps: int) -> Iterator[Any]:
+def compiled(model: PyTree, examples: list[Any], steps: int) -> Iterator[Any]:
     state, step = state_and_step(model)
     for batch in collated(examples, steps):
         state, metrics = step(state, batch)
         yield metrics.values
 
 
-def state_and_step(model: Any) -> tuple[Any, Any]:
+def state_and_step(model: PyTree) -> tuple[Any, Any]:
     state = init(model)
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     return state, rc.compile_step(pack_metrics(STEP), rc.infer_shardings(state, mesh))
 
 
-def batched(model: Any, examples: list[Any], steps: int) -> Iterator[Any]:
+def batched(model: PyTree, examples: list[Any], steps: int) -> Iterator[Any]:
     state, step = state_and_step(model)
     for done in rc.training_steps(state, batches(examples, steps), step):
         yield done.metrics.values
@@ -114,7 +115,7 @@ def batches(examples: list[Any], steps: int) -> Any:
     return rc.batches(examples, collate_fn, key=jax.random.key(0), **options)
 
 
-def read(model: Any, examples: list[Any], steps: int) -> Iterator[Any]:
+def read(model: PyTree, examples: list[Any], steps: int) -> Iterator[Any]:
     state, step = state_and_step(model)
     with rc.metrics_reader(LOG) as reader:
         for done in rc.training_steps(state, batches(examples, steps), step):
@@ -134,7 +135,7 @@ ROWS: dict[str, Loop] = {
 }
 
 
-def timed(loop: Loop, model: Any, examples: list[Any], steps: int, warm_up: int = 20) -> Seconds:
+def timed(loop: Loop, model: PyTree, examples: list[Any], steps: int, warm_up: int = 20) -> Seconds:
     """Seconds of a step, of this thread and of all."""
     running = loop(jax.tree.map(lambda x: x, model), examples, steps + warm_up)
     jax.block_until_ready(list(it.islice(running, warm_up))[-1])
@@ -146,7 +147,7 @@ def timed(loop: Loop, model: Any, examples: list[Any], steps: int, warm_up: int 
 
 
 def timed_fit(
-    steps_per_call: int | None, model: Any, examples: list[Any], steps: int, warm_up: int = 64
+    steps_per_call: int | None, model: PyTree, examples: list[Any], steps: int, warm_up: int = 64
 ) -> Seconds:
     times: list[Seconds] = []
     state = rc.fit(

@@ -31,6 +31,7 @@ import numpy as np
 import optax
 import tyro
 from _pages import Printed
+from jaxtyping import PyTree
 
 import redcoast as rc
 from redcoast.dryrun._flops import contractions
@@ -67,7 +68,7 @@ def norm(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
 
 
-def attend(x: jax.Array, p: Any, heads: int = 4) -> jax.Array:
+def attend(x: jax.Array, p: PyTree, heads: int = 4) -> jax.Array:
     split = lambda y: y.reshape(*y.shape[:-1], heads, -1)
     q, k, v = split(x @ p["q"]), split(x @ p["k"]), split(x @ p["v"])
     scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5
@@ -76,43 +77,43 @@ def attend(x: jax.Array, p: Any, heads: int = 4) -> jax.Array:
     return jnp.einsum("bhst,bthd->bshd", weights, v).reshape(x.shape) @ p["o"]
 
 
-def transformer(x: jax.Array, p: Any) -> jax.Array:
+def transformer(x: jax.Array, p: PyTree) -> jax.Array:
     x = x + attend(norm(x), p)
     return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
 
 
-def gated(x: jax.Array, p: Any) -> jax.Array:
+def gated(x: jax.Array, p: PyTree) -> jax.Array:
     x = x + attend(norm(x), p)
     h = norm(x)
     return x + (jax.nn.silu(h @ p["up"]) * (h @ p["gate"])) @ p["down"]
 
 
-def parallel(x: jax.Array, p: Any) -> jax.Array:
+def parallel(x: jax.Array, p: PyTree) -> jax.Array:
     h = norm(x)
     return x + attend(h, p) + jax.nn.gelu(h @ p["up"]) @ p["down"]
 
 
-def perceptron(x: jax.Array, p: Any) -> jax.Array:
+def perceptron(x: jax.Array, p: PyTree) -> jax.Array:
     return jnp.tanh(x @ p["q"])
 
 
-def residual(x: jax.Array, p: Any) -> jax.Array:
+def residual(x: jax.Array, p: PyTree) -> jax.Array:
     return x + jax.nn.relu(norm(x) @ p["up"]) @ p["down"]
 
 
-def mixer(x: jax.Array, p: Any) -> jax.Array:
+def mixer(x: jax.Array, p: PyTree) -> jax.Array:
     tokens = jnp.einsum("bsd,st->btd", norm(x), p["mix"])
     x = x + jax.nn.gelu(tokens)
     return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
 
 
-def experts(x: jax.Array, p: Any) -> jax.Array:
+def experts(x: jax.Array, p: PyTree) -> jax.Array:
     shares = jax.nn.softmax(norm(x) @ p["router"], -1)
     hidden = jax.nn.gelu(jnp.einsum("bsd,edh->besh", norm(x), p["ups"]))
     return x + jnp.einsum("besh,ehd,bse->bsd", hidden, p["downs"], shares)
 
 
-def convolution(x: jax.Array, p: Any) -> jax.Array:
+def convolution(x: jax.Array, p: PyTree) -> jax.Array:
     side = int(x.shape[1] ** 0.5)
     image = x.reshape(x.shape[0], side, side, -1)
     numbers = ("NHWC", "HWIO", "NHWC")
@@ -126,7 +127,7 @@ def convolution(x: jax.Array, p: Any) -> jax.Array:
     return x + conv(hidden, p["kernel2"]).reshape(x.shape)
 
 
-def linear_attention(x: jax.Array, p: Any) -> jax.Array:
+def linear_attention(x: jax.Array, p: PyTree) -> jax.Array:
     q, k, v = (jax.nn.elu(norm(x) @ p[name]) + 1 for name in "qkv")
     state = jnp.einsum("bsd,bse->bde", k, v)
     x = x + jnp.einsum("bsd,bde->bse", q, state) / x.shape[1] @ p["o"]
@@ -161,10 +162,10 @@ def parameters() -> list[dict[str, jax.Array]]:
     return [{name: make(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
 
 
-def loss_of(layer: Callable[..., jax.Array], scanned: bool, wrap: Any, every: int = 1) -> Any:
+def loss_of(layer: Callable[..., jax.Array], scanned: bool, wrap: Any, every: int = 1) -> PyTree:
     """The loss of a model whose layers are wrapped, all or every second one."""
 
-    def loss_fn(model: Any, batch: jax.Array, key: Any) -> jax.Array:
+    def loss_fn(model: PyTree, batch: jax.Array, key: jax.Array) -> jax.Array:
         x = batch
         if scanned:
             x, _ = jax.lax.scan(lambda x, p: (wrap(layer)(x, p), None), x, model)
@@ -177,7 +178,7 @@ def loss_of(layer: Callable[..., jax.Array], scanned: bool, wrap: Any, every: in
     return loss_fn
 
 
-def compiled(loss: Any, model: Any, batch: Any) -> tuple[int, float]:
+def compiled(loss: Any, model: PyTree, batch: PyTree) -> tuple[int, float]:
     """The bytes of temporaries of the gradient, and its arithmetic."""
     program = jax.jit(jax.grad(loss)).lower(model, batch, None).compile(compiler_options=OPTIONS)
     memory = program.memory_analysis()
@@ -187,7 +188,7 @@ def compiled(loss: Any, model: Any, batch: Any) -> tuple[int, float]:
     return memory.temp_size_in_bytes, sum(counted.flops.values())
 
 
-def planned(loss: Any, model: Any, batch: Any, half: float) -> tuple[int, float, float]:
+def planned(loss: Any, model: PyTree, batch: PyTree, half: float) -> tuple[int, float, float]:
     """The program of a plan that is asked for half of the temporaries, and its estimate."""
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     plan = ft.partial(rc.plan_shardings, model, mesh, fn=loss, args=(batch, None))
@@ -209,7 +210,7 @@ def print_large(
 ) -> None:
     """Prints what a step of OPT-66B takes of each device of a target, by a compiler's options."""
 
-    def loss_fn(model: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
+    def loss_fn(model: PyTree, tokens: jax.Array, key: jax.Array) -> jax.Array:
         hidden = model.hidden(tokens, key=key)
         return chunked_cross_entropy(hidden, model.unembed, tokens)
 
@@ -252,7 +253,7 @@ def print_large(
     printed.write(page, marks)
 
 
-def make_large(remat: str, key: jax.Array) -> Any:
+def make_large(remat: str, key: jax.Array) -> PyTree:
     return opt_66b(key=key, remat=remat)
 
 

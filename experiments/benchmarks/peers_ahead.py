@@ -154,7 +154,7 @@ def loss_of(
     mesh: Mesh,
 ) -> Float[Array, ""]:
 
-    def whole(x: Any) -> Any:
+    def whole(x: jax.Array) -> jax.Array:
         return gather(x, mesh)
 
     by_rows = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp")))

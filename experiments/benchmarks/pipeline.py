@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jaxtyping import PyTree
 
 import redcoast as rc
 from redcoast.losses import cross_entropy
@@ -46,21 +47,21 @@ SMALL: dict[str, Any] = {"vocab": 256, "width": 64, "layers": 8, "heads": 4}
 STAGES: list[dict[str, Any]] = [{"pipe": 4, "data": 2}, {"pipe": 8}, {"pipe": 4, "fsdp": 2}]
 
 
-def decoded(model: Any, batch: Any, key: Any) -> jax.Array:
+def decoded(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     logits = model(batch["tokens"], mask=batch["mask"], key=key)
     return cross_entropy(logits[:, :-1], batch["tokens"][:, 1:], mask=batch["mask"][:, 1:])
 
 
-def encoded(model: Any, batch: Any, key: Any) -> jax.Array:
+def encoded(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(model(batch["tokens"], mask=batch["mask"], key=key)))
 
 
-def translated(model: Any, batch: Any, key: Any) -> jax.Array:
+def translated(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     logits = model(batch["tokens"], batch["tokens"], mask=batch["mask"], key=key)
     return cross_entropy(logits[:, :-1], batch["tokens"][:, 1:])
 
 
-def routed(model: Any, batch: Any, key: Any) -> jax.Array:
+def routed(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     hidden, loss = model.hidden_and_router_loss(batch["tokens"], mask=batch["mask"], key=key)
     return cross_entropy(model.unembed(hidden)[:, :-1], batch["tokens"][:, 1:]) + 0.1 * loss
 

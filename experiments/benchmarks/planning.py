@@ -12,7 +12,6 @@ import dataclasses
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,7 @@ def count_equations(jaxpr: Jaxpr) -> int:
     return count
 
 
-def is_jaxpr(x: Any) -> bool:
+def is_jaxpr(x: jax.Array) -> bool:
     return isinstance(x, Jaxpr | ClosedJaxpr)
 
 

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -51,7 +50,7 @@ class Options:
     """The length of that run."""
 
 
-def loss_fn(model: eqx.nn.MLP, batch: jax.Array, key: Any) -> jax.Array:
+def loss_fn(model: eqx.nn.MLP, batch: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.mean((jax.vmap(model)(batch) - batch) ** 2)
 
 

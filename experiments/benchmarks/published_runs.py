@@ -40,7 +40,9 @@ import jax.numpy as jnp
 import optax
 import tyro
 from _pages import Printed
+from jax.sharding import Mesh
 from jaxlib.xla_client import make_cpu_client
+from jaxtyping import PyTree
 from megatron_ahead import spec
 
 import redcoast as rc
@@ -216,7 +218,7 @@ def lower_program(program: Program) -> jax.stages.Lowered:
     config = config_of(program)
     model_class = CLASSES[program.model["kind"]]
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         return cross_entropy(model(batch["tokens"]), batch["targets"])
 
     place = target_place(program.target)
@@ -266,7 +268,7 @@ def attention(*, fused: bool) -> Iterator[None]:
         yield
 
 
-def tensor_parallel(init_fn: Any, mesh: Any) -> list[Any]:
+def tensor_parallel(init_fn: Any, mesh: Mesh) -> list[Any]:
     """Megatron's shardings over `model`, which runs that name this axis have, whatever the planner
     would choose."""
     if mesh.shape["model"] == 1:

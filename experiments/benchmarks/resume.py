@@ -10,7 +10,6 @@ which compiles the same programs. It also measures the memory that is allocated 
 import resource
 import statistics
 import time
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 import optax
 import tyro
 from _complete import complete
+from jaxtyping import PyTree
 
 import redcoast as rc
 
@@ -36,7 +36,7 @@ class Examples:
         return np.full(32, index % 7, np.float32)
 
 
-def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
+def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     return jnp.mean(jax.vmap(model)(batch) ** 2)
 
 

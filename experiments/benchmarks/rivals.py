@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from redcoast import losses
 
@@ -53,7 +54,7 @@ def sized_config(family: str, layers: int) -> Any:
     return getattr(transformers, f"{name}Config")(vocab_size=VOCAB, **sizes, **deep)
 
 
-def flax_model(family: str, layers: int) -> Any:
+def flax_model(family: str, layers: int) -> PyTree:
     import transformers
 
     name, suffix, _ = SIZES[family]
@@ -62,7 +63,7 @@ def flax_model(family: str, layers: int) -> Any:
         return kind(sized_config(family, layers), seed=0)
 
 
-def _clip(x: Any, a_min: Any = None, a_max: Any = None, clip: Any = jnp.clip) -> Any:
+def _clip(x: jax.Array, a_min: Any = None, a_max: Any = None, clip: Any = jnp.clip) -> Any:
     """`jnp.clip` with the names of its arguments in transformers' T5, which JAX has removed."""
     return clip(x, a_min, a_max)
 
@@ -74,7 +75,7 @@ def with_flax(family: str, layers: int, tokens: np.ndarray) -> tuple[Turn, int]:
     if family in ("bart", "t5"):
         options["decoder_input_ids"] = tokens
 
-    def logits_of(params: Any) -> Any:
+    def logits_of(params: PyTree) -> PyTree:
         with mock.patch("jax.numpy.clip", _clip):
             return model(tokens, **options, params=params).logits
 
@@ -99,14 +100,16 @@ def with_levanter(family: str, layers: int, tokens: np.ndarray, **setting: Any) 
     return jax_turn(model, lambda model: model(named, attn_mask=mask).array, tokens)
 
 
-def jax_turn(model: Any, logits_of: Callable[[Any], Any], tokens: np.ndarray) -> tuple[Turn, int]:
+def jax_turn(
+    model: PyTree, logits_of: Callable[[Any], Any], tokens: np.ndarray
+) -> tuple[Turn, int]:
     """A jitted AdamW step; the same program around all models in JAX."""
     optimizer = optax.adamw(RATE)
     params, static = eqx.partition(model, eqx.is_inexact_array)
     count = sum(x.size for x in jax.tree.leaves(params))
 
     @ft.partial(jax.jit, donate_argnums=0)
-    def step(state: Any) -> Any:
+    def step(state: PyTree) -> PyTree:
         params, opt_state = state
         loss_fn = lambda params: losses.cross_entropy(
             logits_of(eqx.combine(params, static)), jnp.asarray(tokens)

@@ -26,6 +26,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
+from jaxtyping import PyTree
 
 import redcoast as rc
 from redcoast.checkpoint._checksums import find_damage
@@ -81,7 +82,7 @@ def main(arrays: int = 150, megabytes: float = 1.0, turns: int = 7, sequences: i
     print_pause_and_step(sequences, turns)
 
 
-def print_pause_and_memory(tree: Any, turns: int) -> None:
+def print_pause_and_memory(tree: PyTree, turns: int) -> None:
     """Prints how long a save in the background stops the loop, and the memory that saves take."""
     total = sum(x.nbytes for x in tree.values()) / 1e6
     pauses: list[float] = []

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import tyro
 from _complete import complete
+from jaxtyping import PyTree
 
 import redcoast as rc
 
@@ -38,7 +39,7 @@ def measure(cache: str) -> list[list[float]]:
     note: Any = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     jax.monitoring.register_event_duration_secs_listener(note)
 
-    def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
+    def loss_fn(model: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         traces.append(1)
         logits = model(batch)
         return rc.losses.cross_entropy(logits[:, :-1], batch[:, 1:])
@@ -49,7 +50,7 @@ def measure(cache: str) -> list[list[float]]:
     options |= {"mesh": rc.make_mesh(data=2, fsdp=2, model=2), "log": False}
     options["evaluation"] = rc.Evaluation(list(rows[:16]))
 
-    def call(start: Any, steps: int) -> tuple[Any, list[float]]:
+    def call(start: PyTree, steps: int) -> tuple[Any, list[float]]:
         before, begin = (len(traces), len(compiled)), time.perf_counter()
         state = rc.fit(start, OPTIMIZER, list(rows), steps=steps, **options)
         complete(state, steps)

@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import _rollouts
 from _cells import markdown
 from _policies import pad_rows
+from jaxtyping import PyTree
 
 HEAD = ["seconds of a reward", "after sampling, s", "while sampling, s", "ratio", "least and most"]
 
@@ -50,7 +51,7 @@ def main(c: Config) -> None:
     print(markdown(HEAD, [line(c, model, seconds) for seconds in c.seconds]))
 
 
-def line(c: Config, model: Any, seconds: float) -> list[str]:
+def line(c: Config, model: PyTree, seconds: float) -> list[str]:
     after, during = [], []
     for number in range(c.rounds + 1):
         nothing = lambda self, tokens: None
@@ -66,7 +67,7 @@ def line(c: Config, model: Any, seconds: float) -> list[str]:
     return [f"{seconds}", *(f"{x:.2f}" for x in medians), f"{min(ratios):.2f} {max(ratios):.2f}"]
 
 
-def roll_out(c: Config, model: Any, seconds: float, number: int) -> tuple[dict[str, Any], float]:
+def roll_out(c: Config, model: PyTree, seconds: float, number: int) -> tuple[dict[str, Any], float]:
     """A rollout, and its seconds by the clock."""
 
     def reward(problem: int, text: str) -> float:

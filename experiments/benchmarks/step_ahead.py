@@ -24,6 +24,7 @@ import tyro
 from _pages import Printed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 from traffic.measure import count_collectives
 from traffic.targets import Platform, target_devices
 
@@ -118,7 +119,7 @@ def compile_step(program: Program, mesh: Mesh, dtype: str) -> Any:
         return jitted.lower(trained, frozen, batch).compile()
 
 
-def inputs_of(program: Program, key: Any) -> tuple[Any, dict[str, Any]]:
+def inputs_of(program: Program, key: jax.Array) -> tuple[Any, dict[str, Any]]:
     kind = getattr(models, type(program.config).__name__.removesuffix("Config"))
     model = kind(program.config, key=key)
     batch = {"tokens": jnp.zeros(SHAPE, jnp.int32)}
@@ -131,7 +132,7 @@ def inputs_of(program: Program, key: Any) -> tuple[Any, dict[str, Any]]:
     return model, batch
 
 
-def loss_of(model: Any, batch: dict[str, Any], dtype: str) -> Any:
+def loss_of(model: PyTree, batch: dict[str, Any], dtype: str) -> jax.Array:
     cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
     logits = jax.tree.map(cast, model)(**batch).astype(jnp.float32)
     return rc.losses.cross_entropy(logits, batch["tokens"])

@@ -21,6 +21,7 @@ import optax
 import redco
 import tyro
 from _complete import complete
+from jaxtyping import PyTree
 from rivals import VOCAB, flax_model
 from step import OURS, deepen
 
@@ -106,7 +107,7 @@ def with_fit(
     return epoch
 
 
-def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+def loss_fn(model: PyTree, batch: PyTree, key: Any) -> PyTree:
     return rc.losses.cross_entropy(model(batch), batch)
 
 
@@ -116,7 +117,9 @@ def with_redco(
     """The same with `redco.Trainer`."""
     model = flax_model(family, layers)
 
-    def their_loss(rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+    def their_loss(
+        rng: Any, state: PyTree, params: PyTree, batch: PyTree, is_training: bool
+    ) -> Any:
         logits = state.apply_fn(input_ids=batch["tokens"], params=params, train=False).logits
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).mean()
 

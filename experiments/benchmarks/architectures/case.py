@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jaxtyping import PyTree
 
 Family = Literal["transformer", "other"]
 
@@ -30,5 +31,5 @@ class Case:
     abstract: bool = False
     compiled: bool = True
 
-    def abstract_params(self) -> Any:
+    def abstract_params(self) -> PyTree:
         return jax.eval_shape(self.init, jax.random.key(0))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import (
@@ -23,11 +24,11 @@ SIZES = Sizes(layers=2, width=64, heads=4, kv_heads=4, hidden=256, vocab=512, se
 SIDE, CLASSES, FEATURES = 16, 64, 128
 
 
-def encoder_shapes(s: Sizes) -> Any:
+def encoder_shapes(s: Sizes) -> PyTree:
     return {"layers": [block_shapes(s)] * s.layers, **norm_shapes(s, "norm")}
 
 
-def encode(params: Any, x: jax.Array, heads: int) -> jax.Array:
+def encode(params: PyTree, x: jax.Array, heads: int) -> jax.Array:
     for p in params["layers"]:
         attended = dot_product_attention(*project(p, norm(p, "norm1", x), heads))
         x = x + linear(attended, p["wo"], p["bo"])
@@ -36,31 +37,31 @@ def encode(params: Any, x: jax.Array, heads: int) -> jax.Array:
     return norm(params, "norm", x)
 
 
-def image_shapes(s: Sizes) -> Any:
+def image_shapes(s: Sizes) -> PyTree:
     ends = {"patches": (PATCH * PATCH * 3, s.width), "positions": ((SIDE // PATCH) ** 2, s.width)}
     return ends | encoder_shapes(s)
 
 
-def encode_images(params: Any, images: jax.Array, heads: int) -> jax.Array:
+def encode_images(params: PyTree, images: jax.Array, heads: int) -> jax.Array:
     x = patches(images) @ params["patches"]
     x = x.reshape(x.shape[0], -1, x.shape[-1])
     return encode(params, x + params["positions"][None], heads)
 
 
-def text_shapes(s: Sizes) -> Any:
+def text_shapes(s: Sizes) -> PyTree:
     return {"embed": (s.vocab, s.width), "positions": (s.seq, s.width), **encoder_shapes(s)}
 
 
-def encode_text(params: Any, tokens: jax.Array, heads: int) -> jax.Array:
+def encode_text(params: PyTree, tokens: jax.Array, heads: int) -> jax.Array:
     return encode(params, params["embed"][tokens] + params["positions"][None], heads)
 
 
-def pooled_shapes(s: Sizes) -> Any:
+def pooled_shapes(s: Sizes) -> PyTree:
     pool = {"probe": (s.width,), **{f"w{x}": (s.width, s.width) for x in "qkvo"}}
     return {**image_shapes(s), "pool": pool, "classifier": (s.width, CLASSES)}
 
 
-def pooled_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def pooled_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The loss of a vision transformer with attention pooling (arXiv:2303.15343)."""
     x, p = encode_images(params, batch["images"], SIZES.heads), params["pool"]
     q = split_heads(like(p["probe"], x[:, :1]) @ p["wq"], SIZES.heads)
@@ -69,12 +70,12 @@ def pooled_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return cross_entropy(x @ params["classifier"], batch["labels"] % CLASSES)
 
 
-def clip_shapes(s: Sizes) -> Any:
+def clip_shapes(s: Sizes) -> PyTree:
     joint = dict.fromkeys(("image_features", "text_features"), (s.width, FEATURES))
     return {"image": image_shapes(s), "text": text_shapes(s), **joint, "scale": ()}
 
 
-def clip_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def clip_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """CLIP's contrastive loss between images and texts (arXiv:2103.00020)."""
     images = encode_images(params["image"], batch["images"], SIZES.heads)
     text = encode_text(params["text"], batch["tokens"], SIZES.heads)
@@ -89,11 +90,11 @@ def unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True))
 
 
-def pair_batch() -> Any:
+def pair_batch() -> PyTree:
     return token_batch(SIZES)() | image_batch(SIDE, SIZES.batch)
 
 
-def case(name: str, shapes: Any, loss: Any) -> Case:
+def case(name: str, shapes: PyTree, loss: Any) -> Case:
     return Case(name, "other", ft.partial(make_arrays, shapes=shapes), loss, pair_batch)
 
 

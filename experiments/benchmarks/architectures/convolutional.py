@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import (
@@ -47,7 +48,7 @@ def scales(name: str, width: int) -> Shapes:
     return {f"{name}_scale": (width,), f"{name}_shift": (width,)}
 
 
-def group_norm(p: Any, name: str, x: jax.Array) -> jax.Array:
+def group_norm(p: PyTree, name: str, x: jax.Array) -> jax.Array:
     """Group normalisation (arXiv:1803.08494)."""
     grouped = x.reshape(*x.shape[:-1], GROUPS, x.shape[-1] // GROUPS)
     mean = jnp.mean(grouped, axis=(1, 2, 4), keepdims=True)
@@ -65,7 +66,7 @@ def residual_shapes(n: int, m: int) -> Shapes:
     return shapes
 
 
-def residual_block(p: Any, x: jax.Array, *, stride: int = 1) -> jax.Array:
+def residual_block(p: PyTree, x: jax.Array, *, stride: int = 1) -> jax.Array:
     y, skip = jax.nn.silu(group_norm(p, "norm1", x)), x
     if "skip" in p:
         skip = conv(y, p["skip"], stride=stride)
@@ -90,7 +91,7 @@ def stride_of(stage: int, block: int) -> int:
     return 1
 
 
-def resnet_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def resnet_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     x = conv(batch["images"], params["stem"])
     for index, stage in enumerate(params["stages"]):
         for place, p in enumerate(stage):
@@ -108,7 +109,7 @@ def separable_shapes(n: int, m: int) -> Shapes:
     return shapes
 
 
-def separable_block(p: Any, x: jax.Array) -> jax.Array:
+def separable_block(p: PyTree, x: jax.Array) -> jax.Array:
     if "widen" in p:
         x = conv(x, p["widen"], stride=2)
     y = conv(x, p["depthwise"], groups=x.shape[-1])
@@ -117,7 +118,7 @@ def separable_block(p: Any, x: jax.Array) -> jax.Array:
     return x + linear(y, p["project"], p["b_project"])
 
 
-def separable_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def separable_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     x = conv(batch["images"], params["stem"])
     for p in jax.tree.leaves(params["stages"], is_leaf=lambda p: isinstance(p, dict)):
         x = separable_block(p, x)
@@ -129,7 +130,7 @@ def attention_shapes(m: int) -> Shapes:
     return {f"w{x}": (m, m) for x in "qkvo"} | scales("norm", m)
 
 
-def attention_block(p: Any, x: jax.Array) -> jax.Array:
+def attention_block(p: PyTree, x: jax.Array) -> jax.Array:
     """Attention over all positions of an image."""
     y = group_norm(p, "norm", x).reshape(x.shape[0], -1, x.shape[-1])
     q, k, v = (split_heads(y @ p[name], HEADS) for name in ("wq", "wk", "wv"))
@@ -150,7 +151,7 @@ def unet_shapes() -> Shapes:
     }
 
 
-def unet_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+def unet_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The loss of predicting the noise that was added to the images (arXiv:2006.11239)."""
     noise = jax.random.normal(key, batch["images"].shape)
     x = conv(batch["images"] + noise, params["stem"])
@@ -165,7 +166,7 @@ def unet_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     return jnp.mean((conv(x, params["last"]) - noise) ** 2)
 
 
-def batch_norm(p: Any, state: Any, name: str, x: jax.Array) -> tuple[jax.Array, Any]:
+def batch_norm(p: PyTree, state: PyTree, name: str, x: jax.Array) -> tuple[jax.Array, Any]:
     """Batch normalisation and updated running averages (arXiv:1502.03167)."""
     mean = jnp.mean(x, axis=(0, 1, 2))
     variance = jnp.mean(x**2, axis=(0, 1, 2)) - mean**2
@@ -187,7 +188,7 @@ def batchnorm_shapes() -> Shapes:
     return {"net": {"stages": stages(block), **ends({})}, "state": stages(averages)}
 
 
-def batchnorm_loss(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Any, Any]:
+def batchnorm_loss(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, Any, Any]:
     net, moved = params["net"], []
     x = conv(batch["images"], net["stem"])
     for index, (stage, averages) in enumerate(zip(net["stages"], params["state"], strict=True)):

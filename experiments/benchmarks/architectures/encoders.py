@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import (
@@ -26,7 +27,7 @@ BUCKETS = 32
 MAX_DISTANCE = 128
 
 
-def attend(p: Any, x: jax.Array, source: jax.Array, heads: int, **options: Any) -> jax.Array:
+def attend(p: PyTree, x: jax.Array, source: jax.Array, heads: int, **options: Any) -> jax.Array:
     """Attention from `x` to `source`, with optional biases."""
     read = {"q": x, "k": source, "v": source}
     q, k, v = (
@@ -40,7 +41,7 @@ def dropout(key: jax.Array, x: jax.Array, rate: float = 0.1) -> jax.Array:
     return jnp.where(keep, x / (1 - rate), 0)
 
 
-def bert_shapes(s: Sizes) -> Any:
+def bert_shapes(s: Sizes) -> PyTree:
     layer = attention_shapes(s) | mlp_shapes(s) | norm_shapes(s, "norm1", "norm2")
     transform = {"w_transform": (s.width, s.width), "b_transform": (s.width,)}
     return {
@@ -54,7 +55,7 @@ def bert_shapes(s: Sizes) -> Any:
     }
 
 
-def bert_loss(params: Any, batch: Any, key: jax.Array, *, heads: int) -> jax.Array:
+def bert_loss(params: PyTree, batch: PyTree, key: jax.Array, *, heads: int) -> jax.Array:
     """The loss of masked language modelling, with dropout after each sublayer."""
     tokens, segments = batch["tokens"], batch["segments"] % 2
     x = params["embed"][tokens] + params["segments"][segments]
@@ -68,7 +69,7 @@ def bert_loss(params: Any, batch: Any, key: jax.Array, *, heads: int) -> jax.Arr
     return cross_entropy(logits, batch["labels"])
 
 
-def bart_shapes(s: Sizes) -> Any:
+def bart_shapes(s: Sizes) -> PyTree:
     """Half of the layers encode and half decode."""
     attention = attention_shapes(s)
     encoder = {"self": attention, "mlp": mlp_shapes(s), **norm_shapes(s, "norm1", "norm2")}
@@ -81,12 +82,14 @@ def bart_shapes(s: Sizes) -> Any:
     }
 
 
-def bart_stack(s: Sizes, layer: Any) -> Any:
+def bart_stack(s: Sizes, layer: PyTree) -> PyTree:
     layers = [layer] * (s.layers // 2)
     return {"positions": (s.seq, s.width), "layers": layers, **norm_shapes(s, "norm")}
 
 
-def bart_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads: int) -> jax.Array:
+def bart_stack_run(
+    params: PyTree, x: jax.Array, memory: jax.Array | None, *, heads: int
+) -> jax.Array:
     """The encoder or, with a memory, the decoder; post-norm."""
     mask = None
     if memory is not None:
@@ -100,14 +103,14 @@ def bart_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads
     return x
 
 
-def bart_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
+def bart_loss(params: PyTree, batch: PyTree, key: jax.Array, *, heads: int) -> jax.Array:
     embed, run = params["embed"], ft.partial(bart_stack_run, heads=heads)
     memory = run(params["encoder"], embed[batch["source"]], None)
     x = run(params["decoder"], embed[batch["tokens"]], memory)
     return cross_entropy(linear(x, embed.T, params["head_bias"]), batch["labels"])
 
 
-def t5_shapes(s: Sizes) -> Any:
+def t5_shapes(s: Sizes) -> PyTree:
     """Half of the layers encode and half decode; without biases and learned positions."""
     d, h = s.width, s.hidden
     attention = {f"w{x}": (d, d) for x in "qkvo"}
@@ -115,7 +118,7 @@ def t5_shapes(s: Sizes) -> Any:
     encoder = {"self": attention, "mlp": gated, "norm1_scale": (d,), "norm2_scale": (d,)}
     decoder = encoder | {"cross": attention, "norm3_scale": (d,)}
 
-    def stack(layer: Any) -> Any:
+    def stack(layer: PyTree) -> PyTree:
         ends = {"distances": (BUCKETS, s.heads), "norm_scale": (d,)}
         return {"layers": [layer] * (s.layers // 2), **ends}
 
@@ -142,7 +145,9 @@ def relative_buckets(seq: int, *, both_ways: bool) -> jax.Array:
     return side + jnp.where(far < exact, far, coarse)
 
 
-def t5_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads: int) -> jax.Array:
+def t5_stack_run(
+    params: PyTree, x: jax.Array, memory: jax.Array | None, *, heads: int
+) -> jax.Array:
     """The encoder or, with a memory, the decoder."""
     seq = x.shape[1]
     buckets = relative_buckets(seq, both_ways=memory is None)
@@ -160,18 +165,18 @@ def t5_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads: 
     return rms_norm(x, params["norm_scale"])
 
 
-def gated_mlp(p: Any, x: jax.Array) -> jax.Array:
+def gated_mlp(p: PyTree, x: jax.Array) -> jax.Array:
     return (jax.nn.gelu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
 
-def t5_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
+def t5_loss(params: PyTree, batch: PyTree, key: jax.Array, *, heads: int) -> jax.Array:
     embed, run = params["embed"], ft.partial(t5_stack_run, heads=heads)
     memory = run(params["encoder"], embed[batch["source"]], None)
     x = run(params["decoder"], embed[batch["tokens"]], memory)
     return cross_entropy(x @ params["head"], batch["labels"])
 
 
-def encoder_case(name: str, shapes: Any, loss: Any, *inputs: str, std: float = 0.05) -> Case:
+def encoder_case(name: str, shapes: PyTree, loss: Any, *inputs: str, std: float = 0.05) -> Case:
     init = ft.partial(make_arrays, shapes=shapes(SMALL), std=std)
     loss = ft.partial(loss, heads=SMALL.heads)
     batch = token_batch(SMALL, *inputs)

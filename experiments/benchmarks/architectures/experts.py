@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import causal_mask, cross_entropy, dot_product_attention, make_arrays
@@ -14,7 +15,7 @@ from .transformers import norm, norm_shapes, project
 EXPERTS, CHOICES, ROOM = 8, 2, 1.25
 
 
-def shapes(s: Sizes) -> Any:
+def shapes(s: Sizes) -> PyTree:
     d, h = s.width, s.hidden // 2
     attention = {f"w{x}": (d, d) for x in "qkvo"}
     experts = {"router": (d, EXPERTS), "w_in": (EXPERTS, d, h), "w_out": (EXPERTS, h, d)}
@@ -23,7 +24,7 @@ def shapes(s: Sizes) -> Any:
     return {"layers": [layer] * s.layers, **ends}
 
 
-def route(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def route(p: PyTree, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the experts of each token, their weights, and a load-balancing loss."""
     probabilities = jax.nn.softmax(x @ p["router"], axis=-1)
     weights, experts = jax.lax.top_k(probabilities, CHOICES)
@@ -33,12 +34,12 @@ def route(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return experts, weights, EXPERTS * jnp.sum(share * mean)
 
 
-def run_experts(p: Any, x: jax.Array) -> jax.Array:
+def run_experts(p: PyTree, x: jax.Array) -> jax.Array:
     """Applies one MLP to each slice of `experts ... width`."""
     return jax.nn.gelu(x @ p["w_in"]) @ p["w_out"]
 
 
-def dense_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def dense_dispatch(p: PyTree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Dispatches the tokens of each sequence by a one-hot array (arXiv:2006.16668)."""
     batch, seq, width = x.shape
     room = int(ROOM * CHOICES * seq / EXPERTS)
@@ -55,7 +56,7 @@ def dense_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.einsum("bsec,ebcd->bsd", combine, outputs), balance
 
 
-def sorted_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sorted_dispatch(p: PyTree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Dispatches all tokens by sorting them by their expert."""
     width = x.shape[-1]
     tokens = x.reshape(-1, width)
@@ -74,7 +75,7 @@ def sorted_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.zeros_like(tokens).at[owner].add(weighted).reshape(x.shape), balance
 
 
-def loss(params: Any, batch: Any, key: Any, *, dispatch: Any) -> tuple[jax.Array, Any]:
+def loss(params: PyTree, batch: PyTree, key: jax.Array, *, dispatch: Any) -> tuple[jax.Array, Any]:
     x = params["embed"][batch["tokens"]]
     mask, balances = causal_mask(x.shape[1]), []
     for p in params["layers"]:

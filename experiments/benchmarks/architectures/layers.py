@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 
-def make_arrays(key: jax.Array, shapes: Any, std: float = 0.05) -> Any:
+def make_arrays(key: jax.Array, shapes: PyTree, std: float = 0.05) -> PyTree:
     """Returns random arrays of the given shapes; ones if the name ends in "scale"."""
     paths, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(paths))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from .case import Case
 from .convolutional import conv
@@ -29,13 +30,13 @@ def squared_error(layers: list[Any], x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((mlp(layers, x) - y) ** 2)
 
 
-def regression_batch(*shape: int) -> Any:
+def regression_batch(*shape: int) -> PyTree:
     rng = np.random.default_rng(0)
     draw = lambda: rng.normal(size=(*shape, WIDTH)).astype(np.float32)
     return {"x": draw(), "y": draw()}
 
 
-def maml_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def maml_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The loss of each task after a gradient step on its first half (arXiv:1703.03400)."""
     half = batch["x"].shape[1] // 2
 
@@ -47,7 +48,7 @@ def maml_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean(jax.vmap(task)(batch["x"], batch["y"]))
 
 
-def per_example_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def per_example_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The loss and the norm of the mean of clipped gradients (arXiv:1607.00133)."""
     loss, grads = jax.vmap(jax.value_and_grad(squared_error), (None, 0, 0))(
         params, batch["x"], batch["y"]
@@ -58,13 +59,13 @@ def per_example_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean(loss) + sum((jnp.sum(mean**2) for mean in means), jnp.zeros(()))
 
 
-def gan_shapes() -> Any:
+def gan_shapes() -> PyTree:
     generator = {"first": (LATENT, 4 * 4 * 256), "up": [(4, 4, 256, 128), (4, 4, 128, 64)]}
     critic = {"down": [(4, 4, 3, 64), (4, 4, 64, 128)], "last": (8 * 8 * 128, 1)}
     return {"generator": generator | {"last": (4, 4, 64, 3)}, "critic": critic}
 
 
-def gan_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+def gan_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The generator's loss in a GAN, with a fixed critic."""
     generator, critic = params["generator"], jax.lax.stop_gradient(params["critic"])
     latent = batch["latent"] + 0.1 * jax.random.normal(key, batch["latent"].shape)
@@ -78,16 +79,16 @@ def gan_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.softplus(-logits))
 
 
-def gan_batch() -> Any:
+def gan_batch() -> PyTree:
     return {"latent": np.random.default_rng(0).normal(size=(16, LATENT)).astype(np.float32)}
 
 
-def ppo_shapes() -> Any:
+def ppo_shapes() -> PyTree:
     actor, critic = mlp_shapes(HIDDEN, ACTIONS), mlp_shapes(HIDDEN, 1)
     return {"trunk": mlp_shapes(WIDTH, HIDDEN, HIDDEN), "actor": actor, "critic": critic}
 
 
-def ppo_loss(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Any]:
+def ppo_loss(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, Any]:
     """The loss of PPO: clipped policy gradient, value and entropy (arXiv:1707.06347)."""
     x = jax.nn.tanh(mlp(params["trunk"], batch["observations"]))
     log_probs = jax.nn.log_softmax(mlp(params["actor"], x), axis=-1)
@@ -102,7 +103,7 @@ def ppo_loss(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Any]:
     return loss, {"value": value, "entropy": entropy}
 
 
-def ppo_batch(count: int = 1024) -> Any:
+def ppo_batch(count: int = 1024) -> PyTree:
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=(count, *shape)).astype(np.float32)
     return {
@@ -114,7 +115,7 @@ def ppo_batch(count: int = 1024) -> Any:
     }
 
 
-def case(name: str, shapes: Any, loss: Any, batch: Any) -> Case:
+def case(name: str, shapes: PyTree, loss: Any, batch: PyTree) -> Case:
     return Case(name, "other", ft.partial(make_arrays, shapes=shapes), loss, batch)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 # The sharded dimension, counted from the end because stacked layers have one more in front.
 COLUMN = dict.fromkeys(["wq", "wk", "wv", "wqkv", "w_in", "gate", "up", "head"], -1)
@@ -13,10 +14,10 @@ VOCABULARY = {"embed": -2}
 SPLIT = COLUMN | COLUMN_BIAS | ROW | VOCABULARY
 
 
-def megatron_specs(params: Any) -> Any:
+def megatron_specs(params: PyTree) -> PyTree:
     """A spec for each array: column-parallel, row-parallel, or replicated."""
 
-    def spec(path: Any, array: Any) -> P:
+    def spec(path: Any, array: jax.Array) -> P:
         dim = SPLIT.get(path[-1].key)
         if dim is None:
             return P()

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import make_arrays
@@ -13,14 +14,14 @@ from .learning import HIDDEN, WIDTH, mlp, mlp_shapes, regression_batch
 STEPS = 8
 
 
-def field(params: Any, y: jax.Array) -> jax.Array:
+def field(params: PyTree, y: jax.Array) -> jax.Array:
     return jnp.tanh(mlp(params, y))
 
 
-def runge_kutta(slope: Any, y: Any, dt: Any) -> Any:
+def runge_kutta(slope: Any, y: PyTree, dt: Any) -> PyTree:
     """A step of the classical fourth-order Runge-Kutta method, on any tree."""
 
-    def move(factor: Any, k: Any) -> Any:
+    def move(factor: Any, k: PyTree) -> PyTree:
         return jax.tree.map(lambda y, k: y + factor * k, y, k)
 
     k1 = slope(y)
@@ -31,12 +32,12 @@ def runge_kutta(slope: Any, y: Any, dt: Any) -> Any:
     return move(dt, mean)
 
 
-def solve_by_scan(params: Any, y: jax.Array) -> jax.Array:
+def solve_by_scan(params: PyTree, y: jax.Array) -> jax.Array:
     step = lambda y, _: (runge_kutta(ft.partial(field, params), y, 1 / STEPS), None)
     return jax.lax.scan(step, y, length=STEPS)[0]
 
 
-def integrate(slope: Any, y: Any) -> Any:
+def integrate(slope: Any, y: PyTree) -> PyTree:
     """Integrates from time 0 to 1 in a while loop, whose number of steps is not static."""
     dt = 1 / STEPS
     more = lambda carry: carry[0] < 1 - dt / 2
@@ -45,20 +46,20 @@ def integrate(slope: Any, y: Any) -> Any:
 
 
 @jax.custom_vjp
-def solve_by_while(params: Any, y: jax.Array) -> jax.Array:
+def solve_by_while(params: PyTree, y: jax.Array) -> jax.Array:
     return integrate(ft.partial(field, params), y)
 
 
-def solve_forward(params: Any, y: jax.Array) -> Any:
+def solve_forward(params: PyTree, y: jax.Array) -> PyTree:
     end = solve_by_while(params, y)
     return end, (params, end)
 
 
-def solve_backward(saved: Any, cotangent: jax.Array) -> Any:
+def solve_backward(saved: PyTree, cotangent: jax.Array) -> PyTree:
     """The adjoint equation, solved backwards together with the state."""
     params, end = saved
 
-    def slope(state: Any) -> Any:
+    def slope(state: PyTree) -> Any:
         y, adjoint, _ = state
         value, pull = jax.vjp(field, params, y)
         grads, back = pull(adjoint)
@@ -72,7 +73,7 @@ def solve_backward(saved: Any, cotangent: jax.Array) -> Any:
 solve_by_while.defvjp(solve_forward, solve_backward)
 
 
-def loss(params: Any, batch: Any, key: Any, *, solve: Any) -> jax.Array:
+def loss(params: PyTree, batch: PyTree, key: jax.Array, *, solve: Any) -> jax.Array:
     return jnp.mean((solve(params, batch["x"]) - batch["y"]) ** 2)
 
 

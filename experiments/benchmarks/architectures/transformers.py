@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import (
@@ -43,11 +44,11 @@ def norm_shapes(s: Sizes, *names: str) -> Shapes:
     return {f"{name}_{part}": (s.width,) for name in names for part in ("scale", "shift")}
 
 
-def norm(p: Any, name: str, x: jax.Array) -> jax.Array:
+def norm(p: PyTree, name: str, x: jax.Array) -> jax.Array:
     return layer_norm(x, p[f"{name}_scale"], p[f"{name}_shift"])
 
 
-def project(p: Any, x: jax.Array, heads: int) -> list[jax.Array]:
+def project(p: PyTree, x: jax.Array, heads: int) -> list[jax.Array]:
     """Computes queries, keys and values with one matrix or with three."""
     if "wqkv" in p:
         parts = jnp.split(linear(x, p["wqkv"], p["bqkv"]), 3, axis=-1)
@@ -56,11 +57,11 @@ def project(p: Any, x: jax.Array, heads: int) -> list[jax.Array]:
     return [split_heads(part, heads) for part in parts]
 
 
-def mlp(p: Any, x: jax.Array, activation: Any) -> jax.Array:
+def mlp(p: PyTree, x: jax.Array, activation: Any) -> jax.Array:
     return linear(activation(linear(x, p["w_in"], p["b_in"])), p["w_out"], p["b_out"])
 
 
-def block(p: Any, x: jax.Array, *, heads: int, activation: Any) -> jax.Array:
+def block(p: PyTree, x: jax.Array, *, heads: int, activation: Any) -> jax.Array:
     """The pre-norm layer of GPT-2 and OPT."""
     mask = causal_mask(x.shape[1])
     attended = dot_product_attention(*project(p, norm(p, "norm1", x), heads), mask=mask)
@@ -72,14 +73,14 @@ def block_shapes(s: Sizes, *, fused: bool = False) -> Shapes:
     return attention_shapes(s, fused=fused) | mlp_shapes(s) | norm_shapes(s, "norm1", "norm2")
 
 
-def layers_of(s: Sizes, layer: Shapes, *, scanned: bool) -> Any:
+def layers_of(s: Sizes, layer: Shapes, *, scanned: bool) -> PyTree:
     """The shapes of all layers: stacked for a scan, or a list."""
     if scanned:
         return stack_shapes(s.layers, layer)
     return [layer] * s.layers
 
 
-def learned_shapes(s: Sizes, *, fused: bool = False, scanned: bool = False) -> Any:
+def learned_shapes(s: Sizes, *, fused: bool = False, scanned: bool = False) -> PyTree:
     """The shapes of GPT-2 or OPT, with learned positions and a tied head."""
     return {
         "embed": (s.vocab, s.width),
@@ -89,7 +90,9 @@ def learned_shapes(s: Sizes, *, fused: bool = False, scanned: bool = False) -> A
     }
 
 
-def learned_loss(params: Any, batch: Any, key: Any, *, heads: int, activation: Any) -> jax.Array:
+def learned_loss(
+    params: PyTree, batch: PyTree, key: jax.Array, *, heads: int, activation: Any
+) -> jax.Array:
     x = params["embed"][batch["tokens"]]
     x = x + params["positions"][None, : x.shape[1]]
     apply = ft.partial(block, heads=heads, activation=activation)
@@ -106,7 +109,7 @@ def run_layers(apply: Any, layers: Any, x: jax.Array) -> jax.Array:
     return jax.lax.scan(jax.checkpoint(lambda x, p: (apply(p, x), None)), x, layers)[0]
 
 
-def gptj_block(p: Any, x: jax.Array, *, heads: int) -> jax.Array:
+def gptj_block(p: PyTree, x: jax.Array, *, heads: int) -> jax.Array:
     """The layer of GPT-J: attention and the MLP in parallel, after one normalisation."""
     y = norm(p, "norm", x)
     q, k, v = project(p, y, heads)
@@ -114,7 +117,7 @@ def gptj_block(p: Any, x: jax.Array, *, heads: int) -> jax.Array:
     return x + attended @ p["wo"] + mlp(p, y, jax.nn.gelu)
 
 
-def gptj_shapes(s: Sizes) -> Any:
+def gptj_shapes(s: Sizes) -> PyTree:
     d = s.width
     layer = {f"w{x}": (d, d) for x in "qkvo"} | mlp_shapes(s) | norm_shapes(s, "norm")
     head = {"head": (d, s.vocab), "head_bias": (s.vocab,)}
@@ -122,14 +125,14 @@ def gptj_shapes(s: Sizes) -> Any:
     return {"layers": [layer] * s.layers, **ends}
 
 
-def gptj_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
+def gptj_loss(params: PyTree, batch: PyTree, key: jax.Array, *, heads: int) -> jax.Array:
     x = params["embed"][batch["tokens"]]
     x = run_layers(ft.partial(gptj_block, heads=heads), params["layers"], x)
     logits = linear(norm(params, "norm", x), params["head"], params["head_bias"])
     return cross_entropy(logits, batch["labels"])
 
 
-def grouped_attention(p: Any, x: jax.Array, heads: int, kv_heads: int) -> jax.Array:
+def grouped_attention(p: PyTree, x: jax.Array, heads: int, kv_heads: int) -> jax.Array:
     """Grouped-query attention (arXiv:2305.13245)."""
     q, k, v = (
         split_heads(x @ p[name], count)
@@ -145,13 +148,13 @@ def grouped_attention(p: Any, x: jax.Array, heads: int, kv_heads: int) -> jax.Ar
     return merge_heads(y) @ p["wo"]
 
 
-def llama_block(p: Any, x: jax.Array, *, heads: int, kv_heads: int) -> jax.Array:
+def llama_block(p: PyTree, x: jax.Array, *, heads: int, kv_heads: int) -> jax.Array:
     x = x + grouped_attention(p, rms_norm(x, p["norm1_scale"]), heads, kv_heads)
     y = rms_norm(x, p["norm2_scale"])
     return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
 
-def llama_shapes(s: Sizes, *, scanned: bool) -> Any:
+def llama_shapes(s: Sizes, *, scanned: bool) -> PyTree:
     d, kv = s.width, s.width // s.heads * s.kv_heads
     attention = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d)}
     feed = {"gate": (d, s.hidden), "up": (d, s.hidden), "down": (s.hidden, d)}
@@ -161,14 +164,16 @@ def llama_shapes(s: Sizes, *, scanned: bool) -> Any:
     return {"layers": layers, **ends}
 
 
-def llama_loss(params: Any, batch: Any, key: Any, *, heads: int, kv_heads: int) -> jax.Array:
+def llama_loss(
+    params: PyTree, batch: PyTree, key: jax.Array, *, heads: int, kv_heads: int
+) -> jax.Array:
     x = params["embed"][batch["tokens"]]
     apply = ft.partial(llama_block, heads=heads, kv_heads=kv_heads)
     x = run_layers(apply, params["layers"], x)
     return cross_entropy(rms_norm(x, params["norm_scale"]) @ params["head"], batch["labels"])
 
 
-def decoder(name: str, shapes: Any, loss: Any, sizes: Sizes, **options: Any) -> Case:
+def decoder(name: str, shapes: PyTree, loss: Any, sizes: Sizes, **options: Any) -> Case:
     if options.get("abstract"):
         batch = abstract_batch(sizes)
     else:

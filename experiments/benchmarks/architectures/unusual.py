@@ -6,6 +6,7 @@ from typing import Any
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import like, linear, make_arrays
@@ -15,27 +16,27 @@ from .ode import field, runge_kutta
 WIDTH, HIDDEN, RANK, CLIENTS, STEPS, FEATURES, BLOCK = 256, 512, 8, 8, 8, 16, 8
 
 
-def batch(*shape: int, width: int = WIDTH) -> Any:
+def batch(*shape: int, width: int = WIDTH) -> PyTree:
     make = lambda key: dict(zip("xy", jax.random.normal(key, (2, *shape, width)), strict=True))
     return jax.device_get(make(jax.random.key(0)))
 
 
-def mlp_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def mlp_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     return squared_error(params, batch["x"], batch["y"])
 
 
-def spectral_shapes() -> Any:
+def spectral_shapes() -> PyTree:
     widths = (WIDTH, HIDDEN, HIDDEN, WIDTH)
     layers = mlp_shapes(*widths)
     return [p | {"u": (p["w"][1],), "v": (p["w"][0],)} for p in layers]
 
 
-def spectral_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def spectral_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """Spectral normalisation: divides matrices by their largest singular value
     (arXiv:1802.05957)."""
     unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x**2) + 1e-12)
 
-    def normalised(p: Any) -> Any:
+    def normalised(p: PyTree) -> PyTree:
         fixed = jax.lax.stop_gradient(p)
         v = unit(fixed["w"] @ fixed["u"])
         u = unit(v @ fixed["w"])
@@ -44,12 +45,12 @@ def spectral_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return squared_error([normalised(p) for p in params], batch["x"], batch["y"])
 
 
-def adapted_shapes() -> Any:
+def adapted_shapes() -> PyTree:
     layers = mlp_shapes(WIDTH, HIDDEN, HIDDEN, WIDTH)
     return [p | {"down": (p["w"][0], RANK), "up": (RANK, p["w"][1])} for p in layers]
 
 
-def adapted_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def adapted_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The loss of an MLP with frozen matrices and LoRA of rank 8 (arXiv:2106.09685)."""
     wrapped = [
         {"w": jax.lax.stop_gradient(p["w"]) + p["down"] @ p["up"], "b": p["b"]} for p in params
@@ -57,13 +58,13 @@ def adapted_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return squared_error(wrapped, batch["x"], batch["y"])
 
 
-def flow_shapes() -> Any:
+def flow_shapes() -> PyTree:
     sizes = ((1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1))
     layer = lambda n, m: {"w": (FEATURES * n, FEATURES * m), "b": (FEATURES * m,)}
     return [layer(n, m) | {"log_norm": (FEATURES * m,)} for n, m in sizes]
 
 
-def flow_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def flow_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The loss of a block autoregressive flow (arXiv:1904.04676)."""
     x, log_det = masked_layer(params[0], batch["x"])
     for p in params[1:]:
@@ -73,7 +74,7 @@ def flow_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean(x**2) / 2 - jnp.mean(log_det)
 
 
-def masked_layer(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def masked_layer(p: PyTree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A layer with positive diagonal blocks, a block-triangular weight and learned column norms."""
     n, m = (size // FEATURES for size in p["w"].shape)
     row, column = (jnp.repeat(jnp.arange(FEATURES), size) for size in (n, m))
@@ -92,7 +93,7 @@ def log_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(a[..., :, :, None] + b[..., None, :, :], axis=-2)
 
 
-def ode_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def ode_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """Integrates each example in a bounded while loop, and differentiates through the steps."""
     dt = 1 / STEPS
 
@@ -106,18 +107,18 @@ def ode_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean((jax.vmap(solve)(batch["x"]) - batch["y"]) ** 2)
 
 
-def row_field(params: Any, y: jax.Array) -> jax.Array:
+def row_field(params: PyTree, y: jax.Array) -> jax.Array:
     return field(params, y[None])[0]
 
 
-def federated_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def federated_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     """The distance between the parameters and their mean after local training by the clients.
 
     Its gradient is the update of federated averaging (arXiv:1602.05629).
     """
 
-    def client(x: jax.Array, y: jax.Array) -> Any:
-        def step(local: Any, _: None) -> Any:
+    def client(x: jax.Array, y: jax.Array) -> jax.Array:
+        def step(local: PyTree, _: None) -> PyTree:
             grads = jax.grad(squared_error)(local, x, y)
             return jax.tree.map(lambda p, g: p - 0.1 * g, local, grads), None
 
@@ -129,7 +130,7 @@ def federated_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return sum(jax.tree.leaves(squares), jnp.zeros(()))
 
 
-def case(name: str, shapes: Any, loss: Any, *size: int, width: int = WIDTH) -> Case:
+def case(name: str, shapes: PyTree, loss: Any, *size: int, width: int = WIDTH) -> Case:
     init = ft.partial(make_arrays, shapes=shapes)
     return Case(name, "other", init, loss, ft.partial(batch, *size, width=width))
 

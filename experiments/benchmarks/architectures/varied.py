@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from . import experts
 from .case import Case
@@ -23,13 +24,13 @@ EVEN = Sizes(layers=4, width=256, heads=8, kv_heads=8, hidden=1024, vocab=1024, 
 CLASSES = 64
 
 
-def convnext_shapes() -> Any:
+def convnext_shapes() -> PyTree:
     n = TINY.width
     ends = {"stem": (3, 3, 3, n), "classifier": (n, CLASSES), **norm_shapes(TINY, "norm")}
     return {"blocks": [separable_shapes(n, n)] * 2, **ends}
 
 
-def convnext_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def convnext_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     x = conv(batch["images"], params["stem"], stride=2)
     for p in params["blocks"]:
         x = separable_block(p, x)
@@ -37,7 +38,7 @@ def convnext_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return cross_entropy(x @ params["classifier"], batch["labels"] % CLASSES)
 
 
-def case(name: str, shapes: Any, loss: Any, batch: Any) -> Case:
+def case(name: str, shapes: PyTree, loss: Any, batch: PyTree) -> Case:
     return Case(name, "other", ft.partial(make_arrays, shapes=shapes), loss, batch)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from .case import Case
 from .layers import (
@@ -30,7 +31,7 @@ from .transformers import (
 PATCH, CLASSES, WINDOW, FEATURES = 4, 1024, 4, 64
 
 
-def image_batch(size: int = 64, count: int = 16) -> Any:
+def image_batch(size: int = 64, count: int = 16) -> PyTree:
     """Colour images, `batch height width 3`, and their classes."""
     rng = np.random.default_rng(0)
     images = rng.normal(size=(count, size, size, 3)).astype(np.float32)
@@ -45,7 +46,7 @@ def patches(images: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:3], PATCH * PATCH * channels)
 
 
-def patch_shapes(s: Sizes, layer: Any) -> Any:
+def patch_shapes(s: Sizes, layer: PyTree) -> PyTree:
     """The shapes of the embedding and the head, which all of these models share."""
     return {
         "patches": (PATCH * PATCH * 3, s.width),
@@ -55,17 +56,17 @@ def patch_shapes(s: Sizes, layer: Any) -> Any:
     }
 
 
-def classify(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+def classify(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
     """Computes the classification loss from features `batch seq width`."""
     x = jnp.mean(norm(params, "norm", x), axis=1)
     return cross_entropy(x @ params["classifier"], labels)
 
 
-def vit_shapes(s: Sizes) -> Any:
+def vit_shapes(s: Sizes) -> PyTree:
     return patch_shapes(s, block_shapes(s)) | {"positions": (16 * 16, s.width)}
 
 
-def vit_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
+def vit_loss(params: PyTree, batch: PyTree, key: jax.Array, *, heads: int) -> jax.Array:
     x = patches(batch["images"]) @ params["patches"]
     x = x.reshape(x.shape[0], -1, x.shape[-1])
     x = x + params["positions"][None]
@@ -89,7 +90,7 @@ def unwindows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.transpose(x, (0, 1, 3, 2, 4, 5)).reshape(shape)
 
 
-def swin_shapes(s: Sizes) -> Any:
+def swin_shapes(s: Sizes) -> PyTree:
     return patch_shapes(s, block_shapes(s) | {"distances": ((2 * WINDOW - 1) ** 2, s.heads)})
 
 
@@ -101,7 +102,7 @@ def window_distances() -> np.ndarray:
     return step[..., 0] * (2 * WINDOW - 1) + step[..., 1]
 
 
-def swin_block(p: Any, x: jax.Array, shift: int, heads: int) -> jax.Array:
+def swin_block(p: PyTree, x: jax.Array, shift: int, heads: int) -> jax.Array:
     """Window attention; the windows of every second layer are shifted (arXiv:2103.14030)."""
     y = norm(p, "norm1", jnp.roll(x, (-shift, -shift), axis=(1, 2)))
     q, k, v = project(p, windows(y), heads)
@@ -111,14 +112,14 @@ def swin_block(p: Any, x: jax.Array, shift: int, heads: int) -> jax.Array:
     return x + mlp(p, norm(p, "norm2", x), jax.nn.gelu)
 
 
-def swin_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
+def swin_loss(params: PyTree, batch: PyTree, key: jax.Array, *, heads: int) -> jax.Array:
     x = patches(batch["images"]) @ params["patches"]
     for index, p in enumerate(params["layers"]):
         x = swin_block(p, x, WINDOW // 2 * (index % 2), heads)
     return classify(params, x.reshape(x.shape[0], -1, x.shape[-1]), batch["labels"])
 
 
-def mixer_shapes(s: Sizes) -> Any:
+def mixer_shapes(s: Sizes) -> PyTree:
     """The shapes of MLP-Mixer: a layer has an MLP over patches and one over channels."""
     seq = 16 * 16
     mix = {"w_in": (seq, 512), "b_in": (512,), "w_out": (512, seq), "b_out": (seq,)}
@@ -127,7 +128,7 @@ def mixer_shapes(s: Sizes) -> Any:
     )
 
 
-def mixer_loss(params: Any, batch: Any, key: Any) -> jax.Array:
+def mixer_loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
     x = patches(batch["images"]) @ params["patches"]
     x = x.reshape(x.shape[0], -1, x.shape[-1])
     for p in params["layers"]:
@@ -137,7 +138,7 @@ def mixer_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return classify(params, x, batch["labels"])
 
 
-def performer_shapes(s: Sizes) -> Any:
+def performer_shapes(s: Sizes) -> PyTree:
     layer = attention_shapes(s) | mlp_shapes(s) | norm_shapes(s, "norm1", "norm2")
     return {"embed": (s.vocab, s.width), "layers": [layer] * s.layers} | norm_shapes(s, "norm")
 
@@ -157,7 +158,7 @@ def linear_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return merge_heads(jnp.einsum("bshd,bhde->bshe", q, memory) / total[..., None])
 
 
-def performer_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
+def performer_loss(params: PyTree, batch: PyTree, key: jax.Array, *, heads: int) -> jax.Array:
     x = params["embed"][batch["tokens"]]
     for p in params["layers"]:
         attended = linear_attention(*project(p, norm(p, "norm1", x), heads))
@@ -166,7 +167,7 @@ def performer_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Arra
     return cross_entropy(norm(params, "norm", x) @ params["embed"].T, batch["labels"])
 
 
-def arrays(shapes: Any) -> Any:
+def arrays(shapes: PyTree) -> PyTree:
     return ft.partial(make_arrays, shapes=shapes)
 
 

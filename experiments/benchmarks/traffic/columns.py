@@ -11,6 +11,7 @@ import numpy as np
 from architectures import Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 import redcoast as rc
 
@@ -102,7 +103,7 @@ def plan_by_dataflow(case: Case, mesh: Mesh, budget: int | None = None) -> tuple
 def batch_shardings(case: Case, mesh: Mesh, axes: tuple[str, ...] = ("data", "fsdp")) -> Any:
     """Shards the first dimension over the given axes, else over `data` and `fsdp`, else not."""
 
-    def place(array: Any) -> NamedSharding:
+    def place(array: jax.Array) -> NamedSharding:
         for names in (axes, ("data", "fsdp")):
             if array.shape[0] % prod(mesh.shape[name] for name in names) == 0:
                 return NamedSharding(mesh, P(names))
@@ -127,7 +128,7 @@ def counts_layers(path: tuple[Any, ...]) -> int:
     return int(len(keys) > 1 and keys[0] == "layers" and keys[1] != "")
 
 
-def abstract(tree: Any) -> Any:
+def abstract(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)), tree)
 
 

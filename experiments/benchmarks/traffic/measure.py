@@ -12,6 +12,7 @@ import numpy as np
 from architectures import Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from redcoast.dryrun.hlo import collectives
 
@@ -84,10 +85,10 @@ def lower_step(case: Case, mesh: Mesh, layout: Layout) -> Any:
     return step.lower(case.abstract_params(), abstract(batch_of(case)), abstract_key())
 
 
-def uniform(loss: Any) -> Any:
+def uniform(loss: Any) -> PyTree:
     """Wraps a loss of any of the three forms so that it returns `(scalar, (aux, model))`."""
 
-    def wrapped(params: Any, batch: Any, key: Any) -> Any:
+    def wrapped(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
         out = loss(params, batch, key)
         value, *rest = out if isinstance(out, tuple) else (out,)
         return value, (rest[0] if rest else {}, rest[1] if len(rest) > 1 else None)
@@ -117,7 +118,7 @@ def count_collectives(text: str, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def stored(params: Any, shardings: Any) -> dict[str, Any]:
+def stored(params: PyTree, shardings: PyTree) -> dict[str, Any]:
     """The bytes of parameters on a device, and the fraction of elements sharded over `model`."""
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True))
     stored_bytes = sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
@@ -133,7 +134,7 @@ def run_step(case: Case, layout: Layout, compiled: Any) -> Any:
     return jax.tree.map(np.asarray, (value, grads))
 
 
-def inputs(case: Case) -> Any:
+def inputs(case: Case) -> PyTree:
     return jax.jit(case.init)(jax.random.key(0)), batch_of(case), jax.random.key(1)
 
 
@@ -145,7 +146,7 @@ def batch_of(case: Case) -> Any:
 
 
 @ft.lru_cache(maxsize=2)
-def on_one_device(case: Case, precision: Any) -> Any:
+def on_one_device(case: Case, precision: Any) -> PyTree:
     step = jax.jit(jax.value_and_grad(uniform(case.loss), has_aux=True))
     (value, _), grads = step(*inputs(case))
     return jax.tree.map(np.asarray, (value, grads))

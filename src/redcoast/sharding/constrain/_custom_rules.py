@@ -43,7 +43,10 @@ def run_custom(
 
     `kind` says which derivative it replaces. `specs` are the shardings of its inputs.
     """
-    original = lambda *xs: bind_again(equation, xs)
+
+    def original(*xs: object) -> Arrays:
+        return bind_again(equation, xs)
+
     if kind is CallKind.CUSTOM_JVP:
         run = jax.custom_jvp(body)
         run.defjvp(_jvp_rule(original, specs, run_local))
@@ -90,10 +93,8 @@ def with_mesh_in_rule(equation: JaxprEqn, mesh: Mesh | AbstractMesh, inputs: Arr
 
     def rule(primals: Sequence[object], tangents: Sequence[object]) -> tuple[Arrays, Arrays]:
         moving = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
-        of_moving = lambda *xs: bind_again(equation, replace_chosen(primals, moving, xs))
-        chosen = tuple(itertools.compress(primals, moving))
         with traced_over(mesh):
-            return jax.jvp(of_moving, chosen, tuple(itertools.compress(tangents, moving)))
+            return partial_jvp(equation, moving, primals, itertools.compress(tangents, moving))
 
     run.defjvp(rule, symbolic_zeros=True)
     return list(run(*inputs))
@@ -148,7 +149,10 @@ def _vjp_rules(
     def forward(*primals: Any) -> tuple[Arrays, Fn]:
         perturbed = [primal.perturbed for primal in primals]
         inputs = [primal.value for primal in primals]
-        push = lambda *inputs: partial_vjp(original, perturbed, inputs)
+
+        def push(*inputs: object) -> tuple[Arrays, Fn]:
+            return partial_vjp(original, perturbed, inputs)
+
         leaves, leaf_specs, structure = run_local(push, specs, *inputs)
         # The backward pass is traced later, with inputs that are sharded like these.
         residual_specs[:] = leaf_specs
@@ -170,6 +174,20 @@ def _vjp_rules(
         return tuple(out_structure.unflatten(out_leaves))
 
     return forward, backward
+
+
+def partial_jvp(
+    equation: JaxprEqn,
+    moving: Sequence[bool],
+    primals: Sequence[object],
+    tangents: Iterable[object],
+) -> tuple[Arrays, Arrays]:
+    """The results of an equation and their tangents, from those of the operands that move."""
+
+    def of_moving(*chosen: object) -> Arrays:
+        return bind_again(equation, replace_chosen(primals, moving, chosen))
+
+    return jax.jvp(of_moving, tuple(itertools.compress(primals, moving)), tuple(tangents))
 
 
 def partial_vjp(fn: Fn, perturbed: Sequence[bool], inputs: Sequence[object]) -> tuple[Arrays, Fn]:

@@ -73,7 +73,14 @@ from ..program._local_states import (
     shift_all,
 )
 from ..program._trace import Arrays
-from ._custom_rules import PullBack, partial_vjp, pull_back, replace_chosen, zero_tangent
+from ._custom_rules import (
+    PullBack,
+    partial_jvp,
+    partial_vjp,
+    pull_back,
+    replace_chosen,
+    zero_tangent,
+)
 from ._local_operation import PALLAS, acts_on_parts
 from ._own_rules import bind_replaced, with_all_axes
 
@@ -417,9 +424,7 @@ class _Evaluation:
 
         def trace_push(moving: Sequence[bool]) -> _Rule:
             def push(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-                of_moving = lambda *xs: bind_again(equation, replace_chosen(primals, moving, xs))
-                chosen = tuple(itertools.compress(primals, moving))
-                out, out_tangents = jax.jvp(of_moving, chosen, tuple(tangents))
+                out, out_tangents = partial_jvp(equation, moving, primals, tangents)
                 return out, list(itertools.compress(out_tangents, moved))
 
             jaxpr, _ = self._trace_rule(

@@ -261,7 +261,10 @@ def _batched_layer(layers: list[dict[str, PyTree]], batch: PyTree) -> str | None
     for x in jax.tree.leaves(batch):
         if getattr(x, "shape", ()):
             rows.add(x.shape[0])
-    has_rows = lambda x: eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows
+
+    def has_rows(x: object) -> bool:
+        return eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows
+
     for names in layers:
         if not any(map(has_rows, names.values())):
             return None

@@ -40,7 +40,10 @@ def stack_examples(examples: Examples) -> PyTree[np.ndarray]:
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     first = jax.tree_util.tree_leaves_with_path(examples[0], is_leaf=_is_list_of_numbers)
     paths = [path for path, _ in first]
-    advice = lambda: f"{_OWN} of one shape, by padding or cutting.{_of_batches(flat)}"
+
+    def advice() -> str:
+        return f"{_OWN} of one shape, by padding or cutting.{_of_batches(flat)}"
+
     stacked = [_stack(path, column, advice) for path, column in zip(paths, columns, strict=True)]
     return structure.unflatten(stacked)
 

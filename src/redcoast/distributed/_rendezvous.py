@@ -32,7 +32,11 @@ def meet(coordinator: str, processes: int, process_id: int, timeout: int | float
         return _join(coordinator, me, end, timeout)
     with contextlib.ExitStack() as accepted:  # closes all connections
         with _listen(coordinator, is_loopback(host), port, end) as server:
-            accept = lambda: accepted.enter_context(server.accept()[0])
+
+            def accept() -> socket.socket:
+                connection, _ = server.accept()
+                return accepted.enter_context(connection)
+
             members = _gather(server, accept, me, end, timeout)
         # The socket is closed before the others are notified: JAX's service needs its port now.
         count = Counter([me["host"], *(host for _, host in members.values())])

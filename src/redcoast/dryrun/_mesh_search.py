@@ -214,12 +214,16 @@ def _seconds(
     place: Place, mesh: Mesh, flops: Mapping[str, int | float], sent: Mapping[str, int | float]
 ) -> int | float:
     """Arithmetic at the peak rate plus communication at the full bandwidth, without overlap."""
-    if place.target is None:  # the links and the chip are unknown: the planner's defaults
-        speeds = dict.fromkeys(mesh.axis_names, float(Hardware.model_bandwidth))
-        rate = lambda dtype: Hardware.flops
-    else:
+
+    def rate(dtype: str) -> int | float:
+        if place.target is None:
+            return Hardware.flops
+        return peak(place.target.chip, dtype)
+
+    # Without a target, the links and the chip are unknown: the planner's defaults.
+    speeds = dict.fromkeys(mesh.axis_names, float(Hardware.model_bandwidth))
+    if place.target is not None:
         speeds = axis_bandwidths(place.target, mesh)
-        rate = ft.partial(peak, place.target.chip)
     network = sum(size / bandwidth(axes, speeds) for axes, size in sent.items())
     return sum(count / rate(dtype) for dtype, count in flops.items()) + network
 

@@ -59,16 +59,10 @@ def as_stored(
     axes: list[Axes] = [()] * array.ndim
     if spec is not None:
         for d, entry in enumerate(spec):
-            axes[d] = tuple(axis for axis in _names(entry) if axis in sizes)
+            axes[d] = tuple(filter(sizes.__contains__, _names(entry)))
     dims = [(array.shape[d], axes[d]) for d in order]
-    parts = _merge_dims(dims[stacked:], shape)
-    layout = MatrixLayout(
-        tuple(order),
-        tuple(shape),
-        tuple(dims[:stacked]),
-        tuple(size for size, _ in parts),
-        tuple(of_part for _, of_part in parts),
-    )
+    part_sizes, part_axes = zip(*_merge_dims(dims[stacked:], shape), strict=True)
+    layout = MatrixLayout(tuple(order), tuple(shape), tuple(dims[:stacked]), part_sizes, part_axes)
     return StoredMatrices(array, layout, spec)
 
 

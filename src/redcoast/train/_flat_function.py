@@ -61,8 +61,11 @@ def _wrap_constant(leaf: object) -> object:
 
 def unwrap_constants(aux: PyTree) -> PyTree:
     """The aux of a step, after `flatten_step` made nodes of its constants."""
-    is_constant = lambda x: isinstance(x, _Constant)
-    return map_where(is_constant, lambda x: x.value, aux, is_leaf=is_constant)
+    return map_where(_is_constant, lambda x: x.value, aux, is_leaf=_is_constant)
+
+
+def _is_constant(x: object) -> bool:
+    return isinstance(x, _Constant)
 
 
 def type_of(x: object) -> Hashable:

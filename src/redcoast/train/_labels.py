@@ -34,7 +34,9 @@ def labels_like(labels: PyTree, params: PyTree) -> PyTree:
             return None
         return label
 
-    is_label = lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+    def is_label(x: object) -> bool:
+        return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+
     return jax.tree.map(keep, labels, params, is_leaf=is_label)
 
 

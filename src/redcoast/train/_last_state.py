@@ -46,8 +46,12 @@ class LastState:
     def __init__(self, outline: Outline, state: PyTree, arrays: Arrays):
         self._outline = outline
         self._parts: list[_Part] = []
-        # Without a reference to `self`, which would keep itself alive.
-        forget = lambda _, parts=self._parts: parts.clear()
+        own_parts = self._parts
+
+        def forget(_: object) -> None:
+            # Without a reference to `self`, which would keep itself alive.
+            own_parts.clear()
+
         rest: Iterator[PyTree] = iter(arrays)
         parts = outline.structure.flatten_up_to(state)
         for part, count in zip(parts, outline.counts, strict=True):

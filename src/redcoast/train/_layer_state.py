@@ -126,6 +126,5 @@ def _has_state_index(x: object) -> bool:
     if not isinstance(x, eqx.Module):
         return False
     # Modules inside have fields of their own, which are looked at by themselves.
-    inside = lambda y: isinstance(y, eqx.Module)
-    fields = jax.tree.leaves(list(vars(x).values()), is_leaf=inside)
+    fields = jax.tree.leaves(list(vars(x).values()), is_leaf=lambda y: isinstance(y, eqx.Module))
     return any(isinstance(y, eqx.nn.StateIndex) for y in fields)

@@ -141,8 +141,11 @@ def _check_loss(loss: object) -> None:
 
 def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
     """Raises an error if the loss does not depend on the model that it is differentiated for."""
-    # Values that depend on a differentiated leaf have the same trace as the leaf.
-    trace = lambda x: id(getattr(x, "_trace", None))
+
+    def trace(x: object) -> int:
+        # Values that depend on a differentiated leaf have the same trace as the leaf.
+        return id(getattr(x, "_trace", None))
+
     # Empty outside of a differentiation, as in an evaluation, where nothing has to depend on the
     # model.
     traces = {trace(x) for x in jax.tree.leaves(model) if isinstance(x, _DIFFERENTIATED)}

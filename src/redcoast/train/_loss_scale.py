@@ -82,8 +82,8 @@ class LossScale(eqx.Module):
         # The count begins again with each change of the scale.
         good = jnp.where(finite & ~grown, self.good + 1, 0)
         skipped = self.skipped + (~finite).astype(jnp.int32)
-        leaves = lambda s: (s.value, s.good, s.skipped)
-        return eqx.tree_at(leaves, self, (jnp.where(finite, value, halved), good, skipped))
+        value = jnp.where(finite, value, halved)
+        return eqx.tree_at(lambda s: (s.value, s.good, s.skipped), self, (value, good, skipped))
 
     def _divide(self, x: Array) -> Array:
         # Divided in float32: a gradient in float16 may vanish.

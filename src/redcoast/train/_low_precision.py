@@ -14,7 +14,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 from jaxtyping import PyTree
 
 from ..core._control_flow import (
@@ -203,7 +203,10 @@ class _Evaluation:
         consts = [_Value(x, frozenset()) for x in consts_of(jaxpr)]
         values = [*consts, *inputs]
         env = dict(zip((*opened.constvars, *opened.invars), values, strict=True))
-        read = lambda literal: _Value(literal.val, frozenset())
+
+        def read(literal: Literal) -> _Value:
+            return _Value(literal.val, frozenset())
+
         results = evaluate_jaxpr(opened, env, self._handle, read)
         pairs = zip(results, opened.outvars, strict=True)
         return [_Value(as_traced(value.x, atom), value.weights) for value, atom in pairs]

@@ -104,6 +104,10 @@ def muon(
     return by_label("muon", dimensions, matrices, others)
 
 
+def _is_muon_state(x: object) -> bool:
+    return isinstance(x, optax.contrib.MuonState)
+
+
 def warn_of_wrong_matrices(
     opt_state: PyTree,
     model: PyTree,
@@ -112,8 +116,7 @@ def warn_of_wrong_matrices(
     mesh: Mesh | AbstractMesh,
 ) -> None:
     """Warns if `optax.contrib.muon` is to find the matrices by their rank, and does not."""
-    is_muon = lambda x: isinstance(x, optax.contrib.MuonState)
-    states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_muon) if is_muon(x)]
+    states = list(filter(_is_muon_state, jax.tree.leaves(opt_state, is_leaf=_is_muon_state)))
     if not states:
         return
     momentum = {path for path, _ in jax.tree_util.tree_leaves_with_path(states[0].mu)}

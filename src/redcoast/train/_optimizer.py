@@ -27,7 +27,10 @@ def refuse_per_example(opt_state: PyTree) -> None:
 
 def refuse_optimizer_states(params: PyTree, kind: type) -> None:
     """Raises an error if an optimizer state, alone or in a `kind`, is among the parameters."""
-    is_end = lambda x: isinstance(x, kind) or _is_optax_state(x)
+
+    def is_end(x: object) -> bool:
+        return isinstance(x, kind) or _is_optax_state(x)
+
     names: list[str] = []
     for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_end):
         opt_state = None
@@ -89,7 +92,10 @@ def call_update(
 
 def constant_hyperparameters(opt_state: PyTree) -> dict[str, float]:
     """The values of `optax.inject_hyperparams` that follow no schedule, by their names."""
-    is_injected = lambda x: hasattr(x, "hyperparams") and hasattr(x, "hyperparams_states")
+
+    def is_injected(x: object) -> bool:
+        return hasattr(x, "hyperparams") and hasattr(x, "hyperparams_states")
+
     constants: dict[str, float] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_injected):
         if not is_injected(node):

@@ -99,7 +99,10 @@ def starting_state(
 def _warn_of_parameters(model: PyTree, trainable: PyTree) -> None:
     """Warns of weights that adapters adapt and that are trained too, unless the user has chosen
     what is trained; and of parameters that an optimizer cannot train."""
-    is_adapted = lambda x: isinstance(x, AbstractLowRank)
+
+    def is_adapted(x: object) -> bool:
+        return isinstance(x, AbstractLowRank)
+
     layers = jax.tree.leaves(model, is_leaf=is_adapted)
     adapted_weights = [layer.weight for layer in layers if is_adapted(layer)]
     is_trained = any(map(is_inexact, jax.tree.leaves(adapted_weights)))

@@ -198,10 +198,13 @@ def state_of(
         state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
     refuse_per_example(state.opt_state)
     # A step returns strongly typed arrays, so weakly typed ones would cost a second compilation.
-    is_weak = lambda x: getattr(x, "weak_type", False)
-    state = map_where(is_weak, lambda x: jax.lax.convert_element_type(x, x.dtype), state)
+    state = map_where(_is_weak, lambda x: jax.lax.convert_element_type(x, x.dtype), state)
     state = with_loss_scale(state, compute_dtype)
     return with_average(state, average, trainable)
+
+
+def _is_weak(x: object) -> bool:
+    return getattr(x, "weak_type", False)
 
 
 def with_loss_scale(state: TrainState, compute_dtype: ComputeDtype) -> TrainState:

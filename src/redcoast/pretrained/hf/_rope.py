@@ -155,17 +155,22 @@ def read_yarn(
     for name in ("beta_fast", "beta_slow"):
         rope[name] = rope.get(name) or None
     fields = {field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None}
-    # How YaRN scales the embeddings (<https://arxiv.org/abs/2309.00071>). DeepSeek divides by a
-    # second such number, which scales the scores instead.
-    size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
-    amplitude = size(1)
+    amplitude = _yarn_amplitude(fields["factor"], 1)
     if factors and all(factors):
-        amplitude = size(factors[0]) / size(factors[1])
+        # DeepSeek divides by a second such number, which scales the scores instead.
+        first, second = factors
+        amplitude = _yarn_amplitude(fields["factor"], first)
+        amplitude /= _yarn_amplitude(fields["factor"], second)
     fields.setdefault("amplitude", amplitude)
     settings: Settings = {"rope_base": base, "rope_scaling": Yarn(**fields)}
     if factors and scores:
         settings["score_scaling"] = factors[1]
     return settings
+
+
+def _yarn_amplitude(factor: int | float, scale: int | float) -> float:
+    """How YaRN scales the embeddings (<https://arxiv.org/abs/2309.00071>)."""
+    return 0.1 * scale * math.log(max(factor, 1)) + 1
 
 
 def write_yarn(scaling: Yarn) -> Settings:

@@ -119,8 +119,11 @@ class RecomputeSolver:
             room = (low + high) / 2
         if best:
             return best
-        smallest = lambda policy: (policy.kept_bytes, policy.most_bytes)
-        return [(block, min(policies, key=smallest)) for block, policies in options]
+
+        def size(policy: BlockPolicy) -> tuple[int | float, int | float]:
+            return policy.kept_bytes, policy.most_bytes
+
+        return [(block, min(policies, key=size)) for block, policies in options]
 
     def _policies(self, parts: int) -> _PoliciesOfBlocks:
         """What each block can keep."""
@@ -180,7 +183,7 @@ class RecomputeSolver:
         return [of_loop[0], *pareto_front(of_loop[1:], _MOST_OF_LOOP)]
 
 
-def footprint(flat: Flat, chosen: BlockPolicies) -> tuple[float, float]:
+def footprint(flat: Flat, chosen: BlockPolicies) -> tuple[int | float, int | float]:
     """The most bytes that are kept and needed at once, and the bytes that are kept in all."""
     known = {*flat.inputs, *flat.constants}
     most = total = 0.0
@@ -301,8 +304,10 @@ def _in_turn(turns: Sequence[BlockPolicy], length: int) -> BlockPolicy:
 def _outline(flat: Flat, block: StepBlock) -> object:
     """What the policies of a block depend on, the same for layers that repeat."""
     places = {number: place for place, number in enumerate(block.written)}
-    # Values from before are all alike.
-    place_of = lambda number: places.get(number, -1)
+
+    def place_of(number: int) -> int:
+        return places.get(number, -1)  # values from before are all alike
+
     steps: list[object] = []
     for step in block.steps:
         reads = tuple(map(place_of, step.reads))

@@ -132,8 +132,11 @@ def _operand_traffic(
     model = decision.used_model_axes
     is_split = [not set(model).isdisjoint(axes) for axes in spec]  # by dimension of the operand
     result_dims = work.own[: len(rule.results[0])]
-    # Devices share the rows of the operands and the result, and those of scans around the product.
-    row_parts = lambda dims: decision.batch.parts((*work.rows, *dims))
+
+    def row_parts(dims: Sequence[int]) -> int:
+        # Devices share the rows of the operands and the result, and those of scans around it.
+        return decision.batch.parts((*work.rows, *dims))
+
     other_bytes = atom_bytes(equation.invars[1 - place]) / row_parts(work.of[1 - place])
     is_summed = False
     for d, dimension in enumerate(rule.operands[place]):

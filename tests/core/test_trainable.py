@@ -128,6 +128,7 @@ def test_a_run_of_a_created_model_trains_the_selected_part_and_is_resumed(form, 
     # Hyperparameters in the state are compared with those of the checkpoint.
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     options: Any = {"loss_fn": loss_fn, "batch_size": 4, "trainable": form, "log": False}
+    options["mesh"] = rc.make_mesh(devices=jax.devices()[:1])
 
     def run(steps, checkpoints=None):
         init_fn = lambda key: make_model()

@@ -245,6 +245,7 @@ def test_values_under_a_mask_are_not_used(name):
         masked_runs(HIDDEN)[name]()
 
 
+@pytest.mark.few("columns")
 @pytest.mark.parametrize("name", ["columns", "collate_fn", "step"])
 def test_a_masked_array_without_masked_elements_is_an_array(name):
     masked_runs(np.ma.masked_array(X, np.zeros(X.shape, bool)))[name]()

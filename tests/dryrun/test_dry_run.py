@@ -468,7 +468,10 @@ def test_memory_of_a_tpu_is_neither_on_the_chip_nor_counted_twice(sizes, reporte
             "sizes of `data`, `fsdp`, `model` and `pipe`",
         ),
         ({"accumulate": 0}, ValueError, "`accumulate`"),
-        ({"accumulate": 3}, ValueError, "`accumulate=3` does not divide"),
+        pytest.param(
+            *({"accumulate": 3}, ValueError, "`accumulate=3` does not divide"),
+            marks=pytest.mark.thorough,
+        ),
         ({"overrides": [("nothing", None)]}, ValueError, "nothing"),
         ({"compute_dtype": "int32"}, (TypeError, ValueError), "compute_dtype"),
     ],

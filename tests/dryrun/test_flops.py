@@ -80,7 +80,7 @@ def test_models_forward(name):
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.few("gpt2-dots", "llama-none")
+@pytest.mark.few("llama-none")
 def test_training_steps(name, remat):
     # All layers are recomputed except their last product, which the backward pass does not need, or
     # only scores and what they weigh.

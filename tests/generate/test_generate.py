@@ -293,6 +293,7 @@ def test_log_probabilities_are_of_float32_in_half_precision_too():
     np.testing.assert_allclose(counts, likely / likely.sum(), atol=0.015)
 
 
+@pytest.mark.thorough
 def test_tokens_beyond_the_positions_are_refused():
     model = tiny(0, positions=10)
     assert generate(model, LEFT, mask=LEFT_MASK, max_new_tokens=4).shape == (4, 4)
@@ -392,6 +393,7 @@ def test_logits_that_are_nan_are_refused_or_marked(how):
     assert (found[[0, 2, 3]] >= 0).all()
 
 
+@pytest.mark.thorough
 def test_a_streams_logits_that_are_nan_are_refused():
     with pytest.raises(ValueError, match="logits of row 1 hold NaN at new token 2"):
         generate(tiny(3, Broken), LEFT, mask=LEFT_MASK, max_new_tokens=4, stream=id)

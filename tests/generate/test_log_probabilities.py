@@ -101,6 +101,7 @@ def expected_score(model):
     return expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.few("llama")
 def test_padding_between_turns_changes_no_score(family):

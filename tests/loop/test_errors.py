@@ -107,7 +107,6 @@ def log(metrics, step):
 # metrics of a step are logged when the next is under way.
 @pytest.mark.few(
     "loss_fn-1-`loss_fn`.*before the first step-None",
-    "predict_fn-1-`predict_fn`.*before the first step-None",
     "metric_fn-1-`metric_fn`.*before the first step-None",
     "log-11-`log` \\\\(call\\\\) for the metrics of step 11-12",
 )
@@ -252,6 +251,7 @@ def words_in_order(pattern, text):
     return True
 
 
+@pytest.mark.thorough
 def test_what_was_saved_goes_on_as_if_nothing_had_been(tmp_path):
     losses = {}
     record = lambda metrics, step: losses.setdefault(step, []).append(metrics["loss"])
@@ -504,6 +504,7 @@ def test_errors_of_evaluate_and_predict_examples_are_noted_too():
     assert "indices 16 to 23" in notes(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.few("axis0")
 @pytest.mark.parametrize("axis", [{}, {"axis_name": "devices"}])
 def test_pmap_in_a_loss_gives_the_same_loss(axis):

@@ -74,6 +74,7 @@ def test_predictions_come_in_order(batch_size):
     assert [int(x) for x in found] == expected
 
 
+@pytest.mark.thorough
 def test_outputs_and_trees_of_predictions():
     tree = lambda m, b, k: {"label": predict_fn(m, b, k), "index": b["y"]}
     rows = rc.predict_examples(
@@ -103,6 +104,7 @@ def test_one_compilation_for_each_shape():
     assert len(traces) - 1 == len(set(traces)) <= 4  # the plan traces the first batch as well
 
 
+@pytest.mark.thorough
 def test_the_callers_model_stays():
     before = np.array(MODEL.layers[0].weight)
     evaluate(EXAMPLES, batch_size=16)

@@ -84,6 +84,7 @@ def test_the_rehearsal_goes_on_to_the_first_batch_with_weight():
     assert math.isfinite(log["eval/loss"])
 
 
+@pytest.mark.thorough
 def test_only_weights_are_computed_before_the_first_step_and_one_batch_after_it():
     seen = []
 

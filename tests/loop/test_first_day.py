@@ -55,6 +55,7 @@ class Augmented:
         return example | {"x": example["x"] + self.rng.normal(size=example["x"].shape)}
 
 
+@pytest.mark.thorough
 @pytest.mark.few("in another order")
 @pytest.mark.parametrize("data", ["same", "in another order", "augmented"])
 def test_examples_in_another_order_than_before_are_said(data, tmp_path, caplog):

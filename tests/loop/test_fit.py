@@ -218,6 +218,7 @@ def test_the_callers_model_is_copied_and_a_state_is_donated():
     assert state.model.layers[0].weight.is_deleted()
 
 
+@pytest.mark.thorough
 def test_going_on_from_a_state_equals_never_having_stopped():
     whole, expected = logged(steps=8)
     _, later = logged(model=fit(steps=3), steps=8)
@@ -558,6 +559,7 @@ def test_a_resumed_run_says_that_it_has_other_settings(tmp_path, caplog):
     assert "had batch_size=16, compute_dtype=None, average=0.9 up to step 2" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.few("<lambda>")
 @pytest.mark.parametrize("model", [make_model(), lambda key: make_model()])
 def test_a_resumed_run_says_that_it_has_another_key(tmp_path, caplog, model):
@@ -686,6 +688,7 @@ def test_a_loss_may_close_over_the_state_that_it_trains(devices):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.thorough
 def test_a_donated_state_is_named():
     state = fit()
     fit(model=state, steps=5)

@@ -203,6 +203,7 @@ def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
         fit(**spoiled_from(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.few("1")
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_debugged_run_raises_at_the_operation_that_computes_nan(devices):

@@ -307,6 +307,7 @@ def test_a_call_needs_no_more_memory_than_the_batches_of_the_run():
     assert_same(logged(steps_per_call=10**12, steps=3), logged(steps_per_call=3, steps=3))
 
 
+@pytest.mark.thorough
 def test_a_guard_against_transfers_does_not_end_a_run():
     """It is for the user's own transfers, and not for those of the key, of the batches of several
     steps and of an evaluation."""

@@ -90,6 +90,7 @@ def test_merged_weights_are_the_sums():
     assert jnp.max(jnp.abs(logits_of(merged, TOKENS) - logits_of(MODEL, TOKENS))) > 0.1
 
 
+@pytest.mark.thorough
 def test_without_adapters_the_arrays_are_those_from_before():
     """Not copies: a frozen reference that shares its base costs no memory."""
     before = jax.tree.leaves(MODEL)

@@ -96,7 +96,7 @@ SAVED = {
 }
 
 
-@pytest.mark.few("head", "both tied", "beside")
+@pytest.mark.few("head")
 @pytest.mark.parametrize("name", SAVED)
 def test_a_tied_head_is_what_it_is_in_peft(name, tmp_path):
     """PEFT trains a copy of a module that it saves entirely: a head that was tied keeps the

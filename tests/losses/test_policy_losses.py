@@ -47,6 +47,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.few("0.0-False-grpo", "0.3-True-dr_grpo", "0.3-False-dapo")
 @pytest.mark.parametrize("name", AVERAGES)
 @pytest.mark.parametrize(("kl_weight", "unbiased"), [(0.0, False), (0.3, False), (0.3, True)])
 def test_a_loss_is_that_of_the_equation(name, kl_weight, unbiased):
@@ -159,6 +160,7 @@ def test_losses_are_the_same_on_a_mesh():
     np.testing.assert_allclose(found, AVERAGES["dapo"](token_losses((0.2, 0.28), 0)), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_ratio_that_overflows_has_a_gradient_of_zero_where_it_is_clipped():
     """A token that the old policy, as another engine computes it, could hardly write."""
     old = jnp.full((1, 2), -200.0)
@@ -171,6 +173,7 @@ def test_a_ratio_that_overflows_has_a_gradient_of_zero_where_it_is_clipped():
         np.testing.assert_array_equal(gradient, 0)
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_gradients_are_finite_however_unlikely_tokens_have_become(unbiased):
     """The norm of a gradient that is finite, but too large to be squared, is infinite too."""

@@ -121,6 +121,7 @@ def test_bfloat16_keeps_far_positions_apart():
     assert jnp.max(error[256:]) < 2 * jnp.max(error[:256])
 
 
+@pytest.mark.thorough
 @pytest.mark.few("3")
 @pytest.mark.parametrize("position", [0, 3, 6])
 def test_later_tokens_do_not_change_earlier_logits(position):

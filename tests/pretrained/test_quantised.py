@@ -165,7 +165,7 @@ def saved_tensors(model, place):
     return load_file(place / "model.safetensors")
 
 
-@pytest.mark.few("blocks", "one number", "exponents of groups")
+@pytest.mark.few("blocks")
 @pytest.mark.parametrize("form", FORMS)
 def test_fp8_is_numbers_times_scales(form, saved, tmp_path):
     """And what is loaded is saved as an ordinary model."""

@@ -71,6 +71,7 @@ def test_verify_takes_model_batch_and_key_from_anywhere(where):
     assert plan.verify(noisy, MODEL, BATCH, given[2]) == expected
 
 
+@pytest.mark.few("the mesh")
 @pytest.mark.parametrize("where", ["another device", "the mesh"])
 def test_verify_takes_what_the_loss_closes_over_from_anywhere(where):
     teacher = moved(TEACHER, where)
@@ -192,6 +193,7 @@ def test_bare_specs_in_a_constrained_function(fn):
     np.testing.assert_allclose(constrained(MODEL, BATCH, KEY), before[0], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_loss_may_name_its_mesh_itself_and_be_verified():
     """A constraint with the run's devices in it means nothing on one device."""
     rows = NamedSharding(MESH, P("data"))

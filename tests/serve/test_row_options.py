@@ -177,6 +177,7 @@ def test_what_fails_in_a_batch_is_tried_alone(loaded):
     assert outside.errors or len(outside.tokens()) == 6
 
 
+@pytest.mark.thorough
 def test_a_request_that_excludes_all_tokens_gets_an_error(loaded):
     (bad,) = answer(loaded, job(rc.Decoding(suppress=range(256))))
     assert [str(error) for error in bad.errors] == [

@@ -90,6 +90,7 @@ def test_they_are_computed_split(fn):
     plan.verify(fn, STUDENT, FEW, tolerance=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_plan_of_another_function_is_no_hindrance():
     """`constrain` takes functions that close over other arrays, or none."""
     plan = planned(closing)

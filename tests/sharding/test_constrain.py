@@ -127,7 +127,7 @@ def test_random_programs_compute_the_same(names, shape, leaf, override):
 
 
 @pytest.mark.parametrize("shape", few_of([(2, 2, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1)], (2, 2, 2)))
-@pytest.mark.parametrize("name", few_of(sorted(LAYERS), *sorted(LAYERS)[::2]))
+@pytest.mark.parametrize("name", few_of(sorted(LAYERS), *sorted(LAYERS)[::5]))
 def test_every_constraint_divides_and_uses_an_axis_once(name, shape):
     fn, model, batch = program([name, name], SIZES)
     plan = plan_of(fn, model, batch, shape)
@@ -206,6 +206,7 @@ def test_bfloat16(case):
     assert difference(wide, (loss, grads)) < 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", few_of([8, 4, 6, 3, 1], 3))
 def test_batches_of_any_size(case, rows):
     fn, arrays, data, plan, _ = case

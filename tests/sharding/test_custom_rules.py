@@ -126,6 +126,7 @@ def scaled_tanh_rule(primals, tangents):
 scaled_tanh.defjvp(scaled_tanh_rule, symbolic_zeros=True)
 
 
+@pytest.mark.thorough
 def test_a_forward_rule_may_refuse_what_is_not_differentiated():
     """It is traced for what is, so that the loop runs on each device."""
     loss_fn = in_scan(lambda weight, x: (scaled_tanh(x @ weight, jnp.float32(2.0)),))
@@ -177,6 +178,7 @@ def activation_rule(primals, tangents):
     return y, slope * tangents[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.few("True")
 @pytest.mark.parametrize("scanned", [False, True])
 def test_rules_that_are_traced_later_may_name_axes_of_the_mesh(scanned):

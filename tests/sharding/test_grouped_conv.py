@@ -76,6 +76,7 @@ def test_batches_that_do_not_divide(count):
     assert max(plan.verify(loss_fn, params, batch[:count]).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_compiled_steps_of_constrained_losses_are_not_refused():
     def grad_norm(mesh):
         params, batch = make(6)
@@ -133,6 +134,7 @@ def test_fit_trains_them_as_one_device_does():
     np.testing.assert_allclose(losses(rc.make_mesh(data=2, model=4)), one, rtol=1e-5)
 
 
+@pytest.mark.few("sizes0-True", "sizes2-False")
 @pytest.mark.parametrize(
     ("sizes", "wrong"),
     [({"data": 2, "model": 4}, True), ({"fsdp": 8, "data": 1}, False), ({}, False)],

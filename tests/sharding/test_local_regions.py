@@ -432,6 +432,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", few_of(MESHES, {"data": 2, "model": 4}))
 @pytest.mark.parametrize("name", few_of(HIDDEN, "solve"))
 def test_loops_that_are_hidden_until_lowered_wait_for_no_rows(name, sizes):
@@ -458,6 +459,7 @@ WITH_SHARDED_WEIGHTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", few_of(MESHES[1::2], {"data": 2, "model": 4}))
 @pytest.mark.parametrize("name", few_of(WITH_SHARDED_WEIGHTS, "error_if in a scan"))
 def test_loops_with_sharded_weights_and_calls_of_the_host_wait_for_no_rows(name, sizes):
@@ -633,6 +635,7 @@ def test_rows_that_are_computed_one_by_one_are_those_of_each_device(name, sizes)
     assert_like_one_device(step, loss_fn)
 
 
+@pytest.mark.few("4")
 @pytest.mark.parametrize("batch_size", [8, 4])
 def test_traffic_of_a_map_in_fewer_batches_than_devices(batch_size):
     """Rows are sent to the devices that compute them, once before and once after the loop. If

@@ -224,6 +224,7 @@ def test_a_loss_that_a_scan_adds_up_is_summed_over_devices_once():
     assert all(one.count == 1 for one in found)
 
 
+@pytest.mark.thorough
 def test_a_single_row_is_not_divided():
     def loss_fn(params, batch, key):
         def step(h, _):
@@ -284,6 +285,7 @@ def test_which_gradient_sums_can_be_hoisted():
     assert found == [True, False, False, False]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", few_of([jax.checkpoint, jax.jit], jax.checkpoint))
 def test_the_gradient_of_a_weight_that_layers_share_is_summed_once(wrap):
     """It is summed after the scan, and not for each layer, also where a layer is called through

@@ -243,6 +243,7 @@ def test_more_memory_costs_less_time():
     assert len(set(seconds)) > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [0.4, pytest.param(0.6, marks=pytest.mark.thorough)])
 def test_products_that_are_recomputed_are_those_that_the_plan_says(part):
     """Also of operations whose derivative uses their result, as `exp` and `tanh`."""

@@ -507,6 +507,7 @@ def test_stages_in_two_processes_train_as_one_device():
     np.testing.assert_allclose([*map(float, line.split()[1:])], losses, rtol=1e-5)
 
 
+@pytest.mark.few("4096-a100-80gb:4-False")
 @pytest.mark.parametrize(
     ("rows", "target", "staged"), [(256, "a100-80gb:4x1", True), (4096, "a100-80gb:4", False)]
 )

@@ -49,7 +49,7 @@ SMALL = Sizes(batch=8, time=512, width=1024, hidden=4096, heads=16, experts=8, v
 SHAPES = [(1, 1, 8), (2, 1, 4), (1, 2, 4), (2, 2, 2)]
 
 
-@pytest.mark.parametrize("shape", few_of(SHAPES, (1, 1, 8), (2, 2, 2)))
+@pytest.mark.parametrize("shape", few_of(SHAPES, (1, 1, 8)))
 def test_transformers_are_split_as_megatron_does(shape):
     # For twice as many tokens, it is cheaper to gather the weights.
     sizes = replace(SMALL, time=256)
@@ -136,7 +136,7 @@ STORED = {
 
 @pytest.mark.parametrize("shape", few_of(SHAPES, *list(SHAPES)[:1]))
 @pytest.mark.parametrize("transposed", few_of([False, True], True))
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored", few_of(STORED, "module", "nested"))
 def test_the_same_plan_however_the_model_is_stored(stored, transposed, shape):
     tree, get = STORED[stored]
     if transposed:

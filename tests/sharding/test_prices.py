@@ -61,7 +61,7 @@ def of_itself(model, batch, key):
     return jnp.mean(jnp.tanh(a @ a.T)) + jnp.sum(model["b"])
 
 
-@pytest.mark.few("sizes1-contrastive", "sizes0-of_itself")
+@pytest.mark.few("sizes0-of_itself")
 @pytest.mark.parametrize("fn", [contrastive, distances, of_itself])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 1, 4)])
 def test_a_batch_against_itself_is_gathered_and_its_gradient_summed(fn, sizes):
@@ -250,6 +250,7 @@ def stacked(model, batch, key):
     return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch, model)[0] ** 2)
 
 
+@pytest.mark.thorough
 def test_rematerialised_layers_are_priced_as_they_run():
     """The sum in the middle of a layer is computed again, and the one at its end is not."""
     inner, outer = (3, 64, 256), (3, 256, 64)

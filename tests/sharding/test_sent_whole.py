@@ -78,7 +78,7 @@ def checked(h):
 CALLS = [(doubled, 8), (doubled, 2), (watched, 8), (watched, 2)]
 
 
-@pytest.mark.parametrize(("call", "data"), few_of(CALLS, (doubled, 8), (watched, 2), several=True))
+@pytest.mark.parametrize(("call", "data"), few_of(CALLS, (doubled, 8), several=True))
 def test_functions_on_the_host_are_priced_and_their_lines_named(call, data):
     """Their operands are gathered on one device, and their results are sent to all."""
     planned, sent, program = planned_and_sent(call, real_mesh(data, 1, 8 // data))
@@ -90,6 +90,7 @@ def test_functions_on_the_host_are_priced_and_their_lines_named(call, data):
     assert first < int(line) <= first + 2
 
 
+@pytest.mark.few("4")
 @pytest.mark.parametrize("model", [1, 4])
 def test_error_if_of_rows_is_free(model):
     """Each device checks its own rows, and its part of them with tensor parallelism."""

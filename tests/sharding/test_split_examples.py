@@ -234,6 +234,7 @@ def test_halos_of_second_derivatives_are_priced_as_they_are_sent(of, energy):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_positions_that_are_looked_up_leave_a_sequence_to_be_split():
     """A table that is added as a whole has the dimension itself, which belongs to the model."""
 
@@ -520,6 +521,7 @@ def test_interpolations_are_right_where_devices_have_the_same_part(name, spec):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_pixels_that_are_looked_up_along_two_split_dimensions():
     """As those of a field that moves. XLA ended the process."""
 
@@ -537,6 +539,7 @@ def test_pixels_that_are_looked_up_along_two_split_dimensions():
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.few("SAME-rows and height")
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
 @pytest.mark.parametrize("padding", ["SAME", "circular"])
@@ -590,6 +593,7 @@ UNEVEN_CONVOLUTIONS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.few("rows and height-seventeen rows")
 @pytest.mark.parametrize("case", UNEVEN_CONVOLUTIONS.values(), ids=UNEVEN_CONVOLUTIONS)
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
@@ -616,6 +620,7 @@ POOLING: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.few("rows and height-3 by 3")
 @pytest.mark.parametrize("options", POOLING.values(), ids=POOLING)
 @pytest.mark.parametrize("spec", SPLIT_SPACE.values(), ids=SPLIT_SPACE)
@@ -767,6 +772,7 @@ def constrained_to(spec):
     return loss
 
 
+@pytest.mark.thorough
 def test_a_constraint_of_the_batch_decides():
     mesh, batch = AbstractMesh((2, 4, 1), ("data", "fsdp", "model")), normal(1, 2, 64, 32)
     plan = plan_of(constrained_to(P(None, None, "data", "fsdp")), UNET, batch, mesh, ENOUGH)
@@ -789,6 +795,7 @@ def test_a_constraint_of_the_batch_decides_where_rows_divide_too():
     assert max(plan.verify(loss, UNET, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_saved_plans_split_examples_alike(tmp_path):
     mesh, batch = mesh_of((8, 1, 1)), normal(1, 2, 64, 16)
     plan = plan_of(unet, UNET, batch, mesh)

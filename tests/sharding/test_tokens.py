@@ -142,6 +142,7 @@ def test_the_plan_says_so():
     assert arithmetic.per_device == pytest.approx(arithmetic.flops / 8)
 
 
+@pytest.mark.thorough
 def test_rows_are_split_if_they_divide():
     plan = planned(whole, AbstractMesh((1, 8, 1), ("data", "fsdp", "model")), 8)
     assert not plan.compute.splits_examples

@@ -136,6 +136,7 @@ def frozen(key):
     return eqx.nn.inference_mode(net), state
 
 
+@pytest.mark.thorough
 @pytest.mark.few("returned")
 @pytest.mark.parametrize(
     ("init", "loss", "warns"),
@@ -176,6 +177,7 @@ def test_a_state_that_is_used_up_without_vmap_is_a_warning():
     assert "return loss, {}, (net, state)" in messages[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.few("state as model")
 @pytest.mark.parametrize(
     "result",
@@ -240,6 +242,7 @@ def test_statistics_of_nnx_are_not_trained(nnx):
     assert "nnx.split(module)[1]" in text
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_state_that_the_loss_closes_over_is_a_warning(frozen):
     """Only here: the argument `model` has no state that could be returned."""

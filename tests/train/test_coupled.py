@@ -294,6 +294,7 @@ def test_accumulation_warns_if_examples_depend_on_each_other(mesh):
         run(contrastive, MLP, ROWS, mesh=mesh, evaluation=rc.Evaluation(ROWS))
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
 def test_own_steps_warn_if_microbatches_have_parts_of_what_is_compared(mesh):
     """A bank of as many negatives as examples is split with them."""

@@ -58,7 +58,7 @@ def trained(optimizer, mesh, accumulate=1):
     return metrics["loss"], state, plan
 
 
-@pytest.mark.few("clipped-1", "finite-1", "adamw-2")
+@pytest.mark.few("clipped-1")
 @pytest.mark.parametrize(
     ("name", "accumulate"),
     [(name, 1) for name in OPTIMIZERS] + [("adamw", 2)],
@@ -96,6 +96,7 @@ def check_sent_bytes(plan, compiled):
     assert planned == pytest.approx(sent, rel=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.few("finite")
 @pytest.mark.parametrize("name", ["summed", "finite"])
 def test_a_wrapped_optimizer_sends_no_more(name):
@@ -106,6 +107,7 @@ def test_a_wrapped_optimizer_sends_no_more(name):
     assert plan.report.program.traffic == alone.report.program.traffic
 
 
+@pytest.mark.thorough
 def test_averages_of_updated_parameters_are_gathered_too():
     plan, state, step = planned(ADAM, rc.make_mesh(data=8), average=0.9)
     check_sent_bytes(plan, rc.compile_step(step, plan.shardings).lower(state, ROWS).compile())
@@ -124,6 +126,7 @@ def test_gradients_that_are_summed_in_16_bits_are_not_scattered():
     assert {array.spec for array in plan.report.arrays} == {P()}
 
 
+@pytest.mark.thorough
 def test_saved_states_are_loaded_into_parts_and_back(tmp_path):
     plan, _, _ = planned(ADAM, rc.make_mesh(data=8))
     whole, _, _ = planned(ADAM, rc.make_mesh(data=8), overrides=[(".", None)])

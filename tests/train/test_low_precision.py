@@ -54,7 +54,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.few("branch-int8", "scan-float8", "einsum-int8", "first-float8")
+@pytest.mark.few("einsum-int8", "first-float8")
 @pytest.mark.parametrize("numbers", ["float8", "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_and_gradients_are_those_of_rounded_numbers(name, numbers):

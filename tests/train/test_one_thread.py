@@ -74,6 +74,7 @@ def test_many_updates_are_calls_of_calls():
     assert sum(calls) == 3 * 24
 
 
+@pytest.mark.thorough
 def test_large_models_and_several_devices_keep_their_threads(monkeypatch):
     program, args = traced_step(OPTIMIZERS["adamw"])
     assert "_one_thread" not in in_one_thread(program, rc.make_mesh()).__module__

@@ -786,6 +786,7 @@ def test_running_averages_in_half_precision_warn(caplog):
     assert "Running averages" in caplog.text
 
 
+@pytest.mark.few("1099511627776")
 @pytest.mark.parametrize("count", [2**40, np.int64(2**40), np.array(2**40)])
 def test_large_counts_in_aux_do_not_wrap_around(count):
     """JAX would convert them to int32, and report 0 or raise an error."""
@@ -794,6 +795,7 @@ def test_large_counts_in_aux_do_not_wrap_around(count):
     assert float(metrics["seen"]) == 2**40
 
 
+@pytest.mark.thorough
 @pytest.mark.few("nan")
 @pytest.mark.parametrize("weight", [-1.0, math.nan])
 def test_no_weight_but_zero_leaves_a_microbatch_out(weight):

@@ -100,6 +100,7 @@ def overridden(mesh):
 CASES = [(name, mesh) for name in OPTIMIZERS for mesh in MESHES]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 @pytest.mark.few("muon-data")
 def test_the_plan_says_what_the_compiled_update_sends(name, mesh):

@@ -125,3 +125,102 @@ def test_a_tuple_of_arrays_without_rows_is_empty():
     """Its arrays are not the examples."""
     with pytest.raises(ValueError, match="`examples` is empty"):
         by_epoch((np.zeros((0, 3)), np.zeros(0)))
+
+
+class WithoutLength:
+    """An array as that of zarr and TensorStore: it has a shape, and no length."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+
+class Labelled(WithoutLength):
+    """A column of pandas that was filtered: its items are found by their labels."""
+
+    iloc, __arrow_c_stream__ = object(), object()
+    __len__ = lambda self: self.shape[0]
+    to_numpy = lambda self: self.values
+
+    def __getitem__(self, index):
+        raise KeyError(index)
+
+
+@pytest.mark.parametrize("kind", [WithoutLength, Labelled])
+def test_rows_of_arrays_are_found_by_their_places(kind):
+    x, y = np.arange(12.0).reshape(6, 2), np.arange(6)
+    key = jax.random.key(0)
+    for source, expected in [(kind(x), x), ((kind(x), kind(y)), (x, y)), (lambda: kind(x), x)]:
+        data = rc.batches(source, batch_size=6, key=key, epochs=1, workers=0)
+        order, _ = data.examples_of(next(rc.batches(y, batch_size=6, key=key, epochs=1)))
+        (batch,) = data
+        for found, column in zip(
+            jax.tree.leaves(batch.arrays), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_array_equal(found, column[order])
+
+
+class OfArrow:
+    """A column of Arrow, whose items are scalars of Arrow."""
+
+    __arrow_c_array__ = None
+    __len__ = lambda self: 2
+    __getitem__ = lambda self, index: index
+    to_numpy = None
+
+
+class Unreadable(WithoutLength):
+    def __init__(self, values):
+        super().__init__(values)
+        self.dtype = "torch.bfloat16"
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+REFUSED = {
+    "a class": (OfArrow, TypeError, r"the class OfArrow. Pass an object of it.*OfArrow\(\.\.\.\)"),
+    "Arrow": (OfArrow(), TypeError, r"`examples\.to_numpy\(zero_copy_only=False\)`"),
+    "tuple": ((OfArrow(), OfArrow()), TypeError, r"`examples\[0\]\.to_numpy"),
+    "none": ([None] * 2, ValueError, r"Number 0 of this batch is `None`.*to_iter_dataset\(\)"),
+    "columns": (
+        [np.zeros((2, 3)), np.zeros(2)],
+        ValueError,
+        r"tuple of arrays, such as `\(x, y\)`",
+    ),
+    "two arguments": (lambda a, b: [], TypeError, r"other arguments, `\(a, b\)`.*partial"),
+    "bfloat16": ([Unreadable(np.zeros(2))] * 2, TypeError, r"NumPy cannot read.*`x\.float\(\)`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sources_that_are_no_examples_say_what_to_pass(name):
+    source, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        next(rc.batches(source, batch_size=2, key=jax.random.key(0), steps=1))
+
+
+def test_a_function_may_take_the_epoch_by_its_name():
+    epochs = []
+
+    def of_epoch(*, epoch):
+        epochs.append(epoch)
+        return [epoch, epoch]
+
+    data = rc.batches(of_epoch, batch_size=2, key=jax.random.key(0), epochs=2, workers=0)
+    assert [np.asarray(batch.arrays).tolist() for batch in data] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_end_that_a_function_raises_is_no_end_of_the_data(workers):
+    def collate_fn(examples):
+        return next(iter(()))
+
+    data = rc.batches(
+        lambda: iter([1, 2]), collate_fn, batch_size=1, key=jax.random.key(0), epochs=1,
+        workers=workers,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(data)

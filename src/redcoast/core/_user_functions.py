@@ -58,6 +58,8 @@ def describe(tree: PyTree, of: str = "") -> str:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = [f"{show_place(path, of)} {_kind(x)}".strip() for path, x in leaves]
+    if tree is None:
+        return "None"
     return several(arrays) or "empty"
 
 

@@ -18,7 +18,7 @@ from ..distributed._heartbeat import doing
 from ._columns import is_table
 from ._in_turn import InTurn
 from ._per_batch import is_per_batch
-from ._stack import Examples, stack_examples
+from ._stack import Examples, as_numpy, stack_examples
 
 T = TypeVar("T")
 CollateFn = Callable[..., PyTree]
@@ -180,7 +180,7 @@ def foreign_to_numpy(tree: PyTree) -> PyTree:
 
     if not any(map(is_foreign, jax.tree.leaves(tree))):
         return tree
-    return map_where(is_foreign, np.asarray, tree)
+    return map_where(is_foreign, lambda x: as_numpy(x, "An array of the batch"), tree)
 
 
 def count_rows(arrays: PyTree) -> int:

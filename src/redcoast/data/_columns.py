@@ -1,20 +1,47 @@
 """Columns as examples: the rows of a tuple of arrays, as Keras takes `(x, y)`, and of tables."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+
+
+class Rows:
+    """The rows of an array that has a shape and no length, as those of zarr and TensorStore."""
+
+    def __init__(self, array: PyTree):
+        self._array = array
+
+    def __len__(self) -> int:
+        return self._array.shape[0]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.asarray(self._array[index])
+
+
+def rows_of_array(x: PyTree) -> PyTree:
+    """An array whose item i is its row i; other objects as they are."""
+    if isinstance(x, jax.Array):
+        # NumPy has no keys.
+        if not x.is_fully_addressable or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        # Rows of an array of JAX would each be a computation.
+        return np.asarray(x)
+    # A column of pandas finds its rows by their labels, and not by their places.
+    if hasattr(x, "iloc") and not is_table(x):
+        if isinstance(x.dtype, np.dtype):
+            return x.to_numpy()
+        return x.array  # NumPy would have NaN for a missing integer
+    if _is_array(x) and not hasattr(x, "__len__"):
+        return Rows(x)
+    return x
 
 
 class Columns:
     """The examples of arrays with equal first dimensions; example i is the tuple of rows i."""
 
     def __init__(self, arrays: tuple[PyTree, ...]):
-        self._arrays: list[PyTree] = []
-        for x in arrays:
-            # Rows of an array of JAX would each be a computation.
-            if isinstance(x, jax.Array):
-                x = np.asarray(x)
-            self._arrays.append(x)
+        self._arrays: list[PyTree] = list(map(rows_of_array, arrays))
 
     def __len__(self) -> int:
         return len(self._arrays[0])
@@ -35,8 +62,10 @@ class Columns:
 def as_columns(examples: tuple[PyTree, ...], name: str) -> Columns | None:
     """The rows of a tuple of arrays; `None` for a tuple of other things, which are examples.
 
-    Raises `ValueError` if the arrays may be columns or examples.
+    Raises `ValueError` if the arrays may be columns or examples, `TypeError` for columns of Arrow.
     """
+    for i, x in enumerate(examples):
+        refuse_arrow_column(x, f"{name}[{i}]")
     if not examples or not all(map(_is_array, examples)):
         return None
     count = len(examples)
@@ -65,7 +94,21 @@ def as_columns(examples: tuple[PyTree, ...], name: str) -> Columns | None:
 
 
 def _is_array(x: object) -> bool:
-    return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__", "__len__"))
+    if not all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__")):
+        return False
+    # A scalar of NumPy has none of both.
+    return hasattr(x, "__len__") or len(getattr(x, "shape", ())) > 0
+
+
+def refuse_arrow_column(x: object, name: str) -> None:
+    """Raises `TypeError` for an array of Arrow, whose items are no numbers of Python or NumPy."""
+    arrow = hasattr(x, "__arrow_c_stream__") or hasattr(x, "__arrow_c_array__")
+    # Columns of pandas and Polars have shapes, and items that are numbers.
+    if arrow and hasattr(x, "to_numpy") and not (hasattr(x, "shape") or hasattr(x, "columns")):
+        raise TypeError(
+            f"`{name}` is a column of Arrow, of type {type(x).__name__}. Pass it as an array of "
+            f"NumPy, such as `{name}.to_numpy(zero_copy_only=False)`."
+        )
 
 
 def is_table(x: object) -> bool:

@@ -459,7 +459,8 @@ def prefetch(
     """Yields `map(make, items)` in order; in threads, ahead of the reader, if `make` is slow."""
     # The reader waits for each batch, but the user's functions run in its thread.
     if workers == 0:
-        yield from map(make, items)
+        for item in items:  # and not `map`, in which a `StopIteration` of `make` is an end
+            yield make(item)
         return
     items = iter(items)
     yield from _while_fast(make, items)

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeGuard, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -20,7 +19,7 @@ from ..core._donation import refuse_deleted_argument
 from ..core._errors import listed, noting, short_repr
 from ..core._owned import copied, have_places, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
-from ._columns import as_columns, is_table, rows_of_table
+from ._columns import as_columns, is_table, refuse_arrow_column, rows_of_array, rows_of_table
 from ._in_turn import InTurn, threads_at_work
 from ._stack import Examples
 from ._stream_state import decode_stream_state, encode_stream_state
@@ -155,29 +154,24 @@ def read_source(
 
 
 def _rows_of(examples: PyTree, name: str) -> PyTree:
-    """A tuple of arrays as its rows, an array of JAX as one of NumPy, and others as they are."""
+    """Examples whose item i is example i, of a tuple of arrays or of an array; others as they
+    are."""
     if isinstance(examples, tuple):
         refuse_deleted_argument(name, *examples)
         columns = as_columns(examples, name)
         if columns is None:
             return examples
         return columns
-    if not isinstance(examples, jax.Array) or not examples.is_fully_addressable:
-        return examples
-    refuse_deleted_argument(name, examples)
-    if jnp.issubdtype(examples.dtype, jax.dtypes.prng_key):  # NumPy has no keys
-        return examples
-    # Rows of an array of JAX would each be a computation.
-    return np.asarray(examples)
+    if isinstance(examples, jax.Array):
+        refuse_deleted_argument(name, examples)
+    return rows_of_array(examples)
 
 
 def _read_function(make: Callable[..., PyTree], epochs: int | None, name: str) -> Epochs | Stream:
-    call, shown_call = make, f"{name}(0)"
-    if not _takes_argument(make):
-        call, shown_call = (lambda epoch: make()), f"{name}()"
+    call, shown_call = _with_epoch(make, name)
     first = call(0)
     _refuse_columns(first, f"{name}(0)")
-    if is_indexed(first) and not is_iterator(first):
+    if is_indexed(rows_of_array(first)) and not is_iterator(first):
         return _EpochsOfFunction(call, first, name, epochs)
     if not hasattr(first, "__iter__"):
         raise TypeError(
@@ -194,18 +188,35 @@ def _read_function(make: Callable[..., PyTree], epochs: int | None, name: str) -
     return RepeatedStream(begin, epochs=epochs, name=name)
 
 
-def _takes_argument(make: Callable[..., object]) -> bool:
+def _with_epoch(make: Callable[..., PyTree], name: str) -> tuple[Callable[[int], PyTree], str]:
+    """A function of the epoch that calls `make`, with the epoch if it takes one, and how its first
+    call is shown."""
     try:
         signature = inspect.signature(make)
     except ValueError:  # functions implemented in C may have no signature
-        return True
-    try:
-        # It can be called without an argument, but may take the epoch all the same.
-        signature.bind()
-    except TypeError:
-        return True
+        return make, f"{name}(0)"
     parameters = signature.parameters.values()
-    return any(x.kind is x.VAR_POSITIONAL or x.name == "epoch" for x in parameters)
+    if any(x.kind is x.KEYWORD_ONLY and x.name == "epoch" for x in parameters):
+        return (lambda epoch: make(epoch=epoch)), f"{name}(epoch=0)"
+    # It may be callable without an argument, and take the epoch all the same.
+    is_named = any(x.kind is x.VAR_POSITIONAL or x.name == "epoch" for x in parameters)
+    if not is_named and _can_be_called(signature):
+        return (lambda epoch: make()), f"{name}()"
+    if not _can_be_called(signature, 0):
+        raise TypeError(
+            f"`{name}` is a function of other arguments, `{signature}`. It is called without an "
+            "argument, or with the number of the epoch. Bind the others, such as by "
+            f"`functools.partial({name}, ...)`."
+        )
+    return make, f"{name}(0)"
+
+
+def _can_be_called(signature: inspect.Signature, *arguments: int) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def by_epoch(examples: object, *, name: str = "examples") -> tuple[Epochs, int]:
@@ -269,6 +280,12 @@ def _refuse_columns(examples: object, name: str) -> None:
             f"`{name}` is a {kind}, whose order may differ in each process. Pass a list, such as "
             f"`sorted({name})`."
         )
+    if isinstance(examples, type):
+        raise TypeError(
+            f"`{name}` is the class {examples.__name__}. Pass an object of it, such as "
+            f"`{examples.__name__}(...)`."
+        )
+    refuse_arrow_column(examples, name)
     if is_table(examples):
         raise TypeError(
             f"`{name}` is a {kind}, whose items are columns. Pass its rows, "

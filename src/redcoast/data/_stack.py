@@ -28,6 +28,7 @@ def stack_examples(examples: Examples) -> PyTree[np.ndarray]:
         return examples
     if _are_alike(examples):
         return np.stack(examples)
+    _refuse_missing(examples)
     # Finding paths takes several times as long, and they are the same for all examples.
     flat = [jax.tree.flatten(x, is_leaf=_is_list_of_numbers) for x in examples]
     structure = flat[0][1]
@@ -42,7 +43,8 @@ def stack_examples(examples: Examples) -> PyTree[np.ndarray]:
     paths = [path for path, _ in first]
 
     def advice() -> str:
-        return f"{_OWN} of one shape, by padding or cutting.{_of_batches(flat)}"
+        own = f"{_OWN} of one shape, by padding or cutting."
+        return f"{own}{_of_batches(flat)}{_of_columns(flat)}"
 
     stacked = [_stack(path, column, advice) for path, column in zip(paths, columns, strict=True)]
     return structure.unflatten(stacked)
@@ -54,6 +56,28 @@ def _are_alike(examples: list[PyTree]) -> bool:
         return False
     shape, dtype = examples[0].shape, examples[0].dtype
     return all(type(x) is np.ndarray and x.shape == shape and x.dtype == dtype for x in examples)
+
+
+def _refuse_missing(examples: list[PyTree]) -> None:
+    for position, example in enumerate(examples):
+        if example is None:
+            raise ValueError(
+                f"Number {position} of this batch is `None`, and not an example. Leave such "
+                "examples out of the dataset. In a filtered `MapDataset` of Grain, they stand for "
+                "what the filter left out: pass its `to_iter_dataset()`, which skips them."
+            )
+
+
+def _of_columns(flat: list[tuple[list[PyTree], object]]) -> str:
+    """What to pass if each example may be a column: if all are arrays of equally many rows."""
+    rows: set[int] = set()
+    for leaves, _ in flat:
+        if len(leaves) != 1 or np.ndim(leaves[0]) == 0:
+            return ""
+        rows.add(len(leaves[0]))
+    if len(rows) > 1:
+        return ""
+    return " If `examples` are columns, pass a tuple of arrays, such as `(x, y)`."
 
 
 def _of_batches(flat: list[tuple[list[PyTree], object]]) -> str:
@@ -85,13 +109,16 @@ def _as_array(x: object, where: str) -> np.ndarray:
             "`collate_fn` that makes arrays of each table."
         )
     check_unmasked(x, f"The array of the examples at {where}")
-    try:
-        array = np.asarray(x)
-    except ValueError as error:
-        reason = str(error).rstrip(".")
-        raise ValueError(
-            f"The examples have a list at {where} that is not an array: {reason}. {_OWN}."
-        ) from error
+    if isinstance(x, list):
+        try:
+            array = np.asarray(x)
+        except ValueError as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(
+                f"The examples have a list at {where} that is not an array: {reason}. {_OWN}."
+            ) from error
+    else:
+        array = as_numpy(x, f"The array of the examples at {where}")
     if not has_numbers(array.dtype):
         what = array.dtype
         if not isinstance(x, np.ndarray):
@@ -102,6 +129,26 @@ def _as_array(x: object, where: str) -> np.ndarray:
             f"files.{dtype_advice(array.dtype)}"
         )
     return array
+
+
+def as_numpy(x: PyTree, what: str) -> np.ndarray:
+    """An array of another library, such as a PyTorch tensor, or a number, as an array of NumPy.
+
+    Raises `TypeError` for one that NumPy cannot read. Its message refers to the array by `what`.
+    """
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        if hasattr(x, "dtype"):
+            kind += f" and dtype {x.dtype}"
+        advice = "Convert it to an array of NumPy."
+        if "bfloat16" in kind:
+            advice = "Convert it to float32, such as by `x.float()`."
+        reason = str(error).rstrip(".")
+        raise TypeError(
+            f"{what} is of type {kind}, which NumPy cannot read: {reason}. {advice}"
+        ) from error
 
 
 def _is_list_of_numbers(x: object) -> bool:

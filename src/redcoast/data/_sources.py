@@ -69,9 +69,7 @@ class _EpochsOfFunction(Epochs):
     has since returned the same object for another epoch.
     """
 
-    def __init__(
-        self, make: Callable[[int], Indexed], first: Indexed, name: str, epochs: int | None
-    ):
+    def __init__(self, make: Callable[[int], PyTree], first: PyTree, name: str, epochs: int | None):
         # The examples of two epochs are kept, because a batch may span both, and what the function
         # returned for each.
         examples = _rows_of(first, f"{name}(0)")

@@ -14,7 +14,6 @@ from problem import collate_fn, loss_fn, make_examples, make_model, quiet
 
 import redcoast as rc
 from redcoast import RunInfo, wandb_logger
-from redcoast.tracking._wandb import _END as END
 
 
 class FakeWandb:
@@ -146,7 +145,7 @@ def test_error_is_one_warning(fake, caplog, name):
     log.start(info())
     call(log, 1)
     if name != "finish":
-        assert wait_until(lambda: log._inert)
+        assert wait_until(lambda: log._thread.has_given_up)
     call(log, 499)
     log.close()
     log.close()
@@ -154,7 +153,7 @@ def test_error_is_one_warning(fake, caplog, name):
     assert (record.name, record.levelno) == ("redcoast", logging.WARNING)
     assert "W&B failed (ConnectionError: no route to host)" in record.message
     # No calls are queued after W&B has failed.
-    assert log._queue.qsize() < 499 or name == "finish"
+    assert log._thread._queue.qsize() < 499 or name == "finish"
 
 
 @pytest.mark.parametrize("name", ["init", "log", "finish"])
@@ -166,7 +165,8 @@ def test_waiting_for_a_hanging_wandb_times_out(fake, hang, caplog, name):
     log.start(info())
     call(log, 100)
     # Waits until W&B hangs, because only then is a timeout of 0.2 s reliable.
-    log._queue.put(END if name == "finish" else {"loss": 0.0, "step": 100})
+    if name == "finish":
+        log._thread.put(log._finish)
     assert reached.wait(300)
     start = time.perf_counter()
     log.close()
@@ -177,7 +177,7 @@ def test_waiting_for_a_hanging_wandb_times_out(fake, hang, caplog, name):
     assert ("wandb sync /runs/wandb/*-made-up" in record.message) == (name != "init")
     log({"loss": 1.0}, 101)
     log.start(info())
-    assert log._thread is None
+    assert not log._thread.is_open
     log.close()
     assert len(caplog.records) == 1
 

@@ -1,5 +1,6 @@
 """A logger that writes event files for TensorBoard."""
 
+import functools as ft
 import importlib
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -10,6 +11,7 @@ from ..core._errors import local_path
 from ..core._frames import hide_frames
 from ..core._packages import require_package
 from ._loggers import RunInfo, join_run
+from ._service_thread import ServiceThread
 
 
 @runtime_checkable
@@ -31,32 +33,47 @@ class TensorboardLogger:
     def __init__(self, path: Path, make_writer: Callable[[str], Writer]):
         self._path, self._make_writer = path, make_writer
         self._writer: Writer | None = None
+        # A writer waits for its own thread, which ends when a disk is full.
+        self._thread = ServiceThread("TensorBoard", self._finish)
 
     def start(self, run: RunInfo) -> None:
-        writer = self._open()
+        self._put(ft.partial(self._describe, run))
+
+    def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
+        # So that the end of the run closes the file, also if another callable calls this logger.
+        join_run(self)
+        values = {name: float(value) for name, value in metrics.items()}
+        self._put(ft.partial(self._write, values, step))
+
+    def close(self) -> None:
+        # A later call opens another file.
+        self._thread.close()
+
+    def _put(self, call: Callable[[], None]) -> None:
+        if not self._thread.is_open:
+            self._thread.open(self._begin)
+        self._thread.put(call)
+
+    def _begin(self) -> None:
+        self._writer = self._make_writer(str(self._path))
+
+    def _describe(self, run: RunInfo) -> None:
+        writer = self._writer
+        assert writer is not None
         if run.plan:
             # Lines that are indented by four spaces are code in Markdown.
             writer.add_text("plan", "\n".join(f"    {x}" for x in run.plan.splitlines()), run.step)
         for name, value in run.config.items():
             writer.add_text(f"config/{name}", str(value), run.step)
 
-    def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
-        # So that the end of the run closes the file, also if another callable calls this logger.
-        join_run(self)
-        writer = self._open()
-        for name, value in metrics.items():
-            writer.add_scalar(name, float(value), step)
+    def _write(self, values: Mapping[str, float], step: int) -> None:
+        assert self._writer is not None
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        # A later call opens another file.
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-    def _open(self) -> Writer:
-        if self._writer is None:
-            self._writer = self._make_writer(str(self._path))
-        return self._writer
+    def _finish(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
 
 
 @hide_frames
@@ -64,7 +81,9 @@ def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
     """Creates a logger that writes metrics to event files, which TensorBoard shows.
 
     It needs the package tensorboardX, `pip install "redcoast[tensorboard]"`. A resumed run adds a
-    file to the directory. `tensorboard --logdir runs` shows all runs below a directory.
+    file to the directory. `tensorboard --logdir runs` shows all runs below a directory. The files
+    are written by a separate thread: if it fails or hangs, a warning is logged and training
+    continues.
 
     **Arguments:**
 

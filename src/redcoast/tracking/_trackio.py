@@ -1,6 +1,7 @@
 """A logger for trackio, which keeps the metrics of runs on this machine."""
 
 import contextlib
+import functools as ft
 import importlib
 import json
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from ..core._errors import check_kind
 from ..core._frames import hide_frames
 from ..core._packages import require_package
 from ._loggers import RunInfo, code_version, join_run, plain_config, plain_data
+from ._service_thread import ServiceThread
 
 
 class TrackioLogger:
@@ -20,21 +22,33 @@ class TrackioLogger:
     def __init__(self, trackio: Any, options: dict[str, Any]):
         self._trackio, self._options = trackio, options
         self._run: Any | None = None
+        self._thread = ServiceThread("trackio", self._finish)
 
     def start(self, run: RunInfo) -> None:
-        if self._run is None:
-            self._run = self._trackio.init(**self._arguments(run))
+        if not self._thread.is_open:
+            self._thread.open(ft.partial(self._begin, run))
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
         # A logger that is called by another one, or outside of a run, was not started.
         self.start(join_run(self) or RunInfo())
-        assert self._run is not None
-        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+        values = {name: float(value) for name, value in metrics.items()}
+        self._thread.put(ft.partial(self._send, values, step))
 
     def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
+        self._thread.close()
+
+    def _begin(self, run: RunInfo) -> None:
+        self._run = self._trackio.init(**self._arguments(run))
+        # trackio has its own exit hook.
+        self._thread.close_first_at_exit()
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        assert self._run is not None
+        self._run.log(values, step=step)
+
+    def _finish(self) -> None:
+        assert self._run is not None
+        self._run.finish()
 
     def _arguments(self, run: RunInfo) -> dict[str, Any]:
         about = {"run": plain_data(run.config or code_version()), "plan": run.plan}
@@ -66,6 +80,8 @@ def trackio_logger(
     It needs the package trackio, `pip install "redcoast[trackio]"`. Without other options, the
     metrics stay on this machine. The configuration and the plan are recorded. A run that `fit`
     resumes continues the same trackio run, whose name is in `trackio.json` in the run's directory.
+    trackio is called in a separate thread: if it fails or hangs, a warning is logged and training
+    continues.
 
     **Arguments:**
 

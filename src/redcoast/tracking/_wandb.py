@@ -1,8 +1,8 @@
 """A logger for Weights & Biases that neither stops nor delays the loop."""
 
-import atexit
 import contextlib
 import dataclasses
+import functools as ft
 import html
 import json
 import logging
@@ -11,10 +11,8 @@ import os
 import secrets
 import shlex
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,10 +21,10 @@ import numpy as np
 from ..core._errors import check_integer, check_kind, check_number
 from ..core._output import say
 from ._loggers import Metrics, RunInfo, code_version, join_run, plain_config, plain_data
+from ._service_thread import ServiceThread
 from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")
-_END = None  # in the queue
 
 
 class WandbLogger:
@@ -42,52 +40,44 @@ class WandbLogger:
         *,
         session: Any = None,
     ):
-        self._session = session  # a W&B run of the caller, who finishes it
-        self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
-        self._thread: threading.Thread | None = None
+        self._options = options
+        self._is_callers = session is not None  # who finishes it
+        self._session = session  # a W&B run
         self._run: RunInfo | None = None  # the run that W&B has been informed of
-        self._queue = SimpleQueue()
-        self._dropped = 0
-        self._inert = False
         self._refused = False  # whether W&B could not store some metrics
-        self._sync_hint = ""
         self._exit_code = 0
+        self._thread = ServiceThread(
+            "W&B",
+            self._finish,
+            close_timeout=close_timeout,
+            queue_size=queue_size,
+            give_up=_skip_exit_hook,
+        )
 
     def start(self, run: RunInfo) -> None:
         """Starts a W&B run in a thread; otherwise, the first call of the logger does so."""
-        if self._inert or self._run is run:
+        if self._run is run:
             return
-        begun, self._run = self._thread is not None, run
-        if begun:
-            self._queue.put(run)  # earlier metrics belong to the same W&B run
+        self._run = run
+        if self._thread.is_open:
+            # Earlier metrics belong to the same W&B run.
+            self._thread.put_always(ft.partial(self._add_run, run))
             return
-        self._queue, self._dropped, self._sync_hint = SimpleQueue(), 0, ""
         self._exit_code = 0
-        # A daemon thread, so that the process can exit if W&B hangs.
-        self._thread = threading.Thread(
-            target=self._work, args=(run, self._queue), name="redcoast-wandb", daemon=True
-        )
-        self._thread.start()
-        atexit.register(self.close)
+        self._thread.open(ft.partial(self._begin, run))
 
     def __call__(self, metrics: Metrics, step: int) -> None:
-        if self._inert:
-            return
         run = join_run(self)
         if run is not None:
             self.start(run)
-        elif self._thread is None:
+        elif not self._thread.is_open:
             self.start(RunInfo())
-        # The loop never waits for W&B: a full queue drops what comes.
-        if self._queue.qsize() < self._queue_size:
-            entry: dict[str, object] = {**metrics, "step": step}
-            for name, value in metrics.items():
-                if isinstance(value, np.ndarray):
-                    # The caller may write into it before W&B reads it.
-                    entry[name] = value.copy()
-            self._queue.put(entry)
-        else:
-            self._dropped += 1
+        entry: dict[str, object] = {**metrics, "step": step}
+        for name, value in metrics.items():
+            if isinstance(value, np.ndarray):
+                # The caller may write into it before W&B reads it.
+                entry[name] = value.copy()
+        self._thread.put(ft.partial(self._send, entry))
 
     def fail(self, error: BaseException) -> None:
         """Marks the W&B run as failed when it is closed."""
@@ -96,75 +86,48 @@ class WandbLogger:
     def close(self) -> None:
         """Waits at most `close_timeout` seconds until W&B has received everything."""
         # The next call starts a new W&B run.
-        thread, self._thread, self._run = self._thread, None, None
-        if thread is None:
-            return
-        atexit.unregister(self.close)
-        self._queue.put(_END)
+        self._run = None
+        self._thread.close()
+
+    def _begin(self, run: RunInfo) -> None:
+        import wandb
+
+        settings = wandb.setup().settings
+        if self._thread.has_given_up:
+            _skip_exit_hook()
+            raise TimeoutError("Importing W&B took longer than `close` waits.")
+        # W&B has its own exit hook.
+        self._thread.close_first_at_exit()
+        options, defaults = dict(self._options), {}
+        is_chosen = "mode" in options or "WANDB_MODE" in os.environ
+        mode = options.get("mode") or settings.mode
+        # W&B would ask for an account: without a terminal it fails, and on one it waits for
+        # an answer, with which Python ends in an abort.
+        lacks_account = mode == "online" and not has_account(settings)
+        if lacks_account and (not is_chosen or _has_terminal()):
+            options["mode"] = "offline"
+        if wandb.run is not None:
+            # Otherwise W&B would return the run of somebody else, and finish it.
+            defaults["reinit"] = "create_new"
+        if self._is_callers:
+            # The caller's own run may have values of the same names.
+            self._session.config.update(self._options["config"], allow_val_change=True)
+            self._add_run(dataclasses.replace(run, resumed=False))
+        else:
+            self._session = wandb.init(**_init_arguments(options, run, defaults))
+            self._thread.hint = self._announce(has_account=not lacks_account)
+            _show_plan(self._session, run)
+        # W&B's own step can only increase, but a resumed run repeats steps.
+        self._session.define_metric("step")
+        self._session.define_metric("*", step_metric="step")
+
+    def _finish(self) -> None:
+        if not self._is_callers:
+            self._session.finish(exit_code=self._exit_code)
+
+    def _send(self, entry: dict[str, object]) -> None:
         try:
-            thread.join(self._close_timeout)
-        finally:
-            if thread.is_alive():
-                self._give_up(f"W&B did not finish within {self._close_timeout:g} seconds")
-        if self._dropped:
-            _log.warning(
-                "W&B was too slow: %d of the calls to its logger were dropped.", self._dropped
-            )
-
-    def _give_up(self, reason: str) -> None:
-        # Set first: the thread may still be at work, and must not report an error of its own.
-        self._inert = True
-        _log.warning("%s. Metrics are no longer sent to it.%s", reason, self._sync_hint)
-        _skip_exit_hook()
-
-    def _work(self, run: RunInfo, queue: SimpleQueue) -> None:
-        try:
-            import wandb
-
-            settings = wandb.setup().settings
-            if self._inert:
-                # Importing W&B took longer than `close` waits.
-                return _skip_exit_hook()
-            # Exit hooks run in reverse order, and this one has to run before W&B's.
-            atexit.unregister(self.close)
-            atexit.register(self.close)
-            options, defaults = dict(self._options), {}
-            is_chosen = "mode" in options or "WANDB_MODE" in os.environ
-            mode = options.get("mode") or settings.mode
-            # W&B would ask for an account: without a terminal it fails, and on one it waits for
-            # an answer, with which Python ends in an abort.
-            lacks_account = mode == "online" and not has_account(settings)
-            if lacks_account and (not is_chosen or _has_terminal()):
-                options["mode"] = "offline"
-            if wandb.run is not None:
-                # Otherwise W&B would return the run of somebody else, and finish it.
-                defaults["reinit"] = "create_new"
-            session = self._session
-            if session is None:
-                session = wandb.init(**_init_arguments(options, run, defaults))
-                self._sync_hint = self._announce(session, has_account=not lacks_account)
-                _show_plan(wandb, session, run)
-            else:
-                # The caller's own run may have values of the same names.
-                session.config.update(self._options["config"], allow_val_change=True)
-                _add_run(wandb, session, dataclasses.replace(run, resumed=False))
-            # W&B's own step can only increase, but a resumed run repeats steps.
-            session.define_metric("step")
-            session.define_metric("*", step_metric="step")
-            while (entry := queue.get()) is not _END:
-                if isinstance(entry, RunInfo):
-                    _add_run(wandb, session, entry)
-                else:
-                    self._send(session, entry)
-            if self._session is None:
-                session.finish(exit_code=self._exit_code)
-        except BaseException as error:
-            if not self._inert:
-                self._give_up(f"W&B failed ({type(error).__name__}: {error})")
-
-    def _send(self, session: Any, entry: dict[str, object]) -> None:
-        try:
-            session.log(entry)
+            self._session.log(entry)
         except (TypeError, ValueError, RuntimeError) as error:
             # Of a value that W&B cannot store, such as an array that has been deleted.
             if not self._refused:
@@ -176,7 +139,9 @@ class WandbLogger:
                 )
             self._refused = True
 
-    def _announce(self, session: Any, *, has_account: bool) -> str:
+    def _announce(self, *, has_account: bool) -> str:
+        """Prints where the run is, and returns a sentence on how to upload it."""
+        session = self._session
         if session.disabled:
             return ""
         # All parts of the run: each resumed part has its own directory.
@@ -190,6 +155,22 @@ class WandbLogger:
         else:
             say(f"W&B: {session.url}")
         return f" To upload what it has received: {upload}"
+
+    def _add_run(self, run: RunInfo) -> None:
+        """Adds the information about a run to a W&B run that was started before it."""
+        session = self._session
+        session.config.update({"run": plain_data(run.config)}, allow_val_change=True)
+        _show_plan(session, run)
+        if run.directory is None:
+            return
+        if run.resumed:
+            _log.warning(
+                "The W&B logger was called before the run was resumed, so the run continues as a "
+                "new W&B run, %s. To continue the old W&B run, call the logger only during the "
+                "run.",
+                session.id,
+            )
+        _keep_id(run.directory, {"id": session.id, "project": session.project})
 
 
 def wandb_logger(
@@ -266,7 +247,9 @@ def is_wandb_run(x: object) -> bool:
     return isinstance(kind, type) and isinstance(x, kind)
 
 
-def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
+def _show_plan(session: Any, run: RunInfo) -> None:
+    import wandb
+
     if run.plan:
         session.log({"plan": wandb.Html(f"<pre>{html.escape(run.plan)}</pre>")})
     if run.rows:
@@ -280,21 +263,6 @@ def _plain_cell(value: object) -> str | int | float:
     if isinstance(value, str | int | float):
         return value
     return str(value)
-
-
-def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
-    """Adds the information about a run to a W&B run that was started before it."""
-    session.config.update({"run": plain_data(run.config)}, allow_val_change=True)
-    _show_plan(wandb, session, run)
-    if run.directory is None:
-        return
-    if run.resumed:
-        _log.warning(
-            "The W&B logger was called before the run was resumed, so the run continues as a new "
-            "W&B run, %s. To continue the old W&B run, call the logger only during the run.",
-            session.id,
-        )
-    _keep_id(run.directory, {"id": session.id, "project": session.project})
 
 
 def _keep_id(directory: Path, run_id: dict[str, str]) -> None:

@@ -29,6 +29,10 @@ logger = logging.getLogger("redcoast")
 _TRIED = "Raised in the evaluation of one batch after the first step."
 
 
+class _Postponed(Exception):  # no error
+    """Ends an evaluation that follows when the run is resumed."""
+
+
 @dataclass
 class TrainingLoop:
     """The parts of a run that is ready to train, and where it is.
@@ -59,8 +63,12 @@ class TrainingLoop:
         with contextlib.closing(self.data), self._rescued(DOUBTFUL):
             # An evaluation that a signal postponed before this run was resumed.
             if self.is_due and self.evaluation is not None:
-                self._evaluate(self.evaluation, self.data.step, state)
-                if self._is_over or (self._is_asked_to_stop() and self.stopping()):
+                is_last = self.data.step == self.data.steps
+                metrics = self._evaluate(
+                    self.evaluation, self.data.step, state, may_postpone=not is_last
+                )
+                is_over = metrics is None or self._is_over
+                if is_over or (self._is_asked_to_stop() and self.stopping()):
                     return state
             before: StepCall | None = None
             for call in self.calls(state, self._ends_call):
@@ -96,9 +104,15 @@ class TrainingLoop:
         # After a signal, a run does not wait for an evaluation; it follows on resumption.
         is_signal = stops and self.stopping.level > ASKED
         postpones = is_signal and not self.checkpointer.keeps_best
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] | None = {}
         if self.evaluation is not None and self.is_due and not postpones:
-            metrics = self._evaluate(self.evaluation, done.number, done.state)
+            may_postpone = not (is_last or self.checkpointer.keeps_best)
+            metrics = self._evaluate(
+                self.evaluation, done.number, done.state, may_postpone=may_postpone
+            )
+        if metrics is None:
+            stops = postpones = True
+            metrics = {}
         if (self._is_asked_to_stop() or self._is_over) and not is_last:
             stops = stops or self._is_over or self.stopping(done.metrics.values)
         if self.evaluation is not None and is_first and not (self.is_due or stops):
@@ -193,9 +207,14 @@ class TrainingLoop:
         return before.step(number)
 
     def _evaluate(
-        self, evaluation: CompiledEvaluation, number: int, state: TrainState
-    ) -> dict[str, float]:
-        """Evaluates the state after a step, and logs the metrics."""
+        self, evaluation: CompiledEvaluation, number: int, state: TrainState, *, may_postpone: bool
+    ) -> dict[str, float] | None:
+        """Evaluates the state after a step, and logs the metrics; `None` if a signal ended it.
+
+        An evaluation may take longer than a scheduler waits after its signal.
+        """
+        # Several processes would have to agree after each batch.
+        may_postpone = may_postpone and jax.process_count() == 1
         note = f"Raised in the evaluation after step {number}."
         model = evaluated_model(state)
         with (
@@ -203,7 +222,16 @@ class TrainingLoop:
             noting(note),
             self._rescued(doubtful=()),
         ):
-            metrics = evaluation(model, state.key, advance=advance)
+
+            def count_batch() -> None:
+                advance()
+                if may_postpone and self.stopping() and self.stopping.level > ASKED:
+                    raise _Postponed
+
+            try:
+                metrics = evaluation(model, state.key, advance=count_batch)
+            except _Postponed:
+                return None
             if self._explains_nan and math.isnan(metrics.get("loss", 0.0)):
                 # Once in a run: an explanation reads all examples again.
                 self._explains_nan = False

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import jax
 import optax
@@ -121,6 +122,55 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
+IN_NATIVE_CODE = """
+import sys
+import jax, optax
+import redcoast as rc
+from problem import collate_fn, loss_fn, make_examples, make_model
+
+def slow_loss(model, batch, key):
+    loss, aux = loss_fn(model, batch, key)
+    jax.debug.callback(lambda: print("running", flush=True))
+    # Minutes of one program, as long to wait for as a compilation.
+    start = jax.lax.stop_gradient(loss) + jax.numpy.zeros(1000)
+    spun = jax.lax.fori_loop(0, 2**31 - 1, lambda i, x: jax.numpy.sin(x + i), start)
+    return loss + 0 * spun.sum(), aux
+
+rc.fit(
+    make_model(), optax.sgd(0.1), make_examples(64), collate_fn=collate_fn, loss_fn=slow_loss,
+    batch_size=8, steps=3, log=False,
+)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_process_that_waits_for_a_program(number):
+    """Python's handlers do not run there: neither signal had any effect until the program ended."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    # A shell lets what it runs in the background ignore interrupts, which processes inherit.
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_NATIVE_CODE],
+        cwd=HELPERS,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.readline() == "running\n"
+    time.sleep(1)  # until it waits
+    process.send_signal(number)
+    time.sleep(0.5)
+    code_after_first = process.poll()
+    process.send_signal(number)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (code_after_first, process.returncode) == (None, 128 + number)
+
+
 def fit(**options):
     return fit_quietly(
         make_model(),
@@ -207,6 +257,29 @@ def test_handlers_are_put_back():
     with stop_signals() as stopping:
         assert not stopping()
     assert list(map(signal.getsignal, numbers)) == before
+
+
+def test_a_forked_process_ends_at_its_first_signal():
+    """As the processes of `multiprocessing.Pool` do, whose `terminate` waits for them."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with stop_signals() as stopping:
+            reading, writing = os.pipe()
+            with warnings.catch_warnings(action="ignore"):  # of JAX, whose threads are not forked
+                child = os.fork()
+            if child == 0:
+                os.write(writing, b"ready")
+                time.sleep(60)
+                os._exit(0)
+            os.read(reading, 5)
+            os.close(reading)
+            os.close(writing)
+            os.kill(child, signal.SIGTERM)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+            assert not stopping()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_second_interrupt_is_an_exception(monkeypatch):
@@ -327,6 +400,39 @@ def test_a_caller_who_handles_signals_goes_on(received):
         assert stopping()
     assert state.step < 9
     assert fit(steps=2).step == 2
+
+
+def test_a_signal_in_an_evaluation_ends_it_and_the_resumed_run_makes_it(received, tmp_path):
+    """An evaluation may take longer than the time that a scheduler gives after its signal."""
+
+    def run(**evaluated):
+        logged = {}
+        evaluation = rc.Evaluation(make_examples(64), every=2, **evaluated)
+        state = fit(
+            steps=4,
+            evaluation=evaluation,
+            checkpoints=rc.Checkpoints(tmp_path, every=100),
+            log=lambda metrics, step: logged.setdefault(step, {}).update(metrics),
+        )
+        return state, logged
+
+    seen = []
+
+    def interrupting(examples):
+        # The second of eight batches; the first are read by a rehearsal, and after the first step.
+        seen.append(examples[0]["index"])
+        if seen.count(0) == 3 and seen[-1] == 8:
+            signal.raise_signal(signal.SIGTERM)
+        return collate_fn(examples)
+
+    state, logged = run(collate_fn=interrupting)
+    assert int(state.step) == last_checkpoint(tmp_path) == 2
+    assert "eval/loss" not in logged[2]
+    assert seen[-1] < 56
+    received.clear()
+    state, logged = run()
+    assert int(state.step) == 4
+    assert [step for step in logged if "eval/loss" in logged[step]] == [2, 4]
 
 
 def test_a_signal_in_the_last_step_lets_that_run_end_and_no_other_begin(received):

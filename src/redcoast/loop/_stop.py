@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools as ft
 import logging
 import os
 import signal
@@ -346,10 +347,69 @@ def _handling_signals(reasons: list[StopReason]) -> Iterator[None]:
 
     for number in before:
         signal.signal(number, note)
+    _undone_in_child.append(restore)
+    try:
+        with _ending_native_code([signal.SIGTERM, signal.SIGINT], lambda: received):
+            yield
+    finally:
+        restore()
+        _undone_in_child.remove(restore)
+
+
+# How a forked process, such as one that reads data, leaves the run: signals have the effect there
+# that they had before. `multiprocessing.Pool` ends its processes by a single SIGTERM.
+_undone_in_child: list[Callable[[], object]] = []
+
+
+def _leave_run() -> None:
+    for undo in _undone_in_child:
+        undo()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_run)
+
+
+@contextlib.contextmanager
+def _ending_native_code(numbers: list[int], is_handled: Callable[[], bool]) -> Iterator[None]:
+    """Ends the process at a second signal that arrives before Python could handle the first.
+
+    Python runs handlers between two operations of the main thread, and so not while a program is
+    compiled, or while a step is waited for, which may take minutes.
+    """
+    others = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(others)
+    # At a prompt, the end of the process would lose what the user has there. And an event loop may
+    # have asked for the signals before.
+    if hasattr(sys, "ps1") or others != -1:
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def watch() -> None:
+        first: float | None = None
+        # Each signal is one byte, and the end of the context is the end of the file.
+        while arrived := os.read(reading, 1):
+            now = time.monotonic()
+            if arrived[0] not in numbers or is_handled():
+                continue
+            if first is not None and now - first >= TWICE:
+                os._exit(128 + arrived[0])  # as a shell reports the end by a signal
+            first = first or now
+        os.close(reading)
+
+    # Python writes into it at once, in whatever code the main thread is.
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    stop_writing = ft.partial(signal.set_wakeup_fd, -1)
+    _undone_in_child.append(stop_writing)
+    threading.Thread(target=watch, name="redcoast-signals", daemon=True).start()
     try:
         yield
     finally:
-        restore()
+        stop_writing()
+        _undone_in_child.remove(stop_writing)
+        os.close(writing)
 
 
 def _tell() -> None:

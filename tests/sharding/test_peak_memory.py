@@ -95,6 +95,25 @@ def branches(model, x, key):
     return jnp.mean(jax.lax.scan(outer, x, None, length=8)[0] ** 2)
 
 
+def turns(model, x, key):
+    """Branches that take turns share what they return for their derivatives."""
+
+    def step(x, i):
+        apply = lambda factor, x: x + jnp.tanh(factor * x @ model["up"]) @ model["down"]
+        branches = [ft.partial(apply, factor) for factor in (1.0, 2.0, 3.0, 4.0)]
+        return jax.lax.switch(i % 4, branches, x), None
+
+    return jnp.mean(jax.lax.scan(step, x, jnp.arange(8))[0] ** 2)
+
+
+def one_turn(model, x, key):
+    """The same branches without a loop."""
+    place = jnp.int32(x[0, 0])
+    apply = lambda factor, x: x + jnp.tanh(factor * x @ model["up"]) @ model["down"]
+    branches = [ft.partial(apply, factor) for factor in (1.0, 2.0, 3.0, 4.0)]
+    return jnp.mean(jax.lax.switch(place, branches, x) ** 2)
+
+
 def unrolled(model, x, key):
     layer = lambda x, p: (x + jnp.tanh(x @ p["up"]) @ p["down"], None)
     return jnp.mean(jax.lax.scan(layer, x, model, unroll=8)[0] ** 2)
@@ -174,6 +193,8 @@ CASES = {
     ),
     "clipped": (clipped, [array(64, 256), array(256, 256), array(256, 64)], array(64, 64), {}),
     "branches": (branches, {"up": array(64, 256), "down": array(256, 64)}, array(256, 64), {}),
+    "turns": (turns, {"up": array(64, 256), "down": array(256, 64)}, array(256, 64), {}),
+    "one turn": (one_turn, {"up": array(64, 256), "down": array(256, 64)}, array(256, 64), {}),
     "layers without a loop, FSDP": (
         unrolled,
         {"up": array(8, 128, 512), "down": array(8, 512, 128)},

@@ -13,7 +13,6 @@ from ...core._jaxpr import variables
 from ..operations import Atom, fixed_operands, is_linear
 from ..operations._rule_table import COSTLY, FROM_RESULT, VIEWS
 from ..program._graph import SourcePath, Value, path_of
-from ..program._remat import Region, find_needed
 from ._buffers import Buffer, Roots, Timeline, argument, is_stored, parameter_of, union
 from ._memory_access import (
     WRITTEN,
@@ -269,20 +268,6 @@ class OperationBuffers:
                 roots = self.time.saved(roots, step.value(atom), step.source, begin)
             frame.stacked[atom] = roots
         return frame.stacked[atom]
-
-    def stack_constants(self, step: PeakStep) -> None:
-        """Writes constants of a loop that a branch returns for its derivative, as other values."""
-        stacked: dict[Atom, int | float] = {}
-        for scope in step.inner:
-            jaxpr = scope.jaxpr
-            grads = [scope.values[var].grad for var in jaxpr.invars]
-            needed = find_needed(jaxpr, Region((False,) * len(jaxpr.outvars), True), grads)
-            for atom in compress(step.equation.invars[1:], needed.inputs):
-                roots = step.frame.of(atom)
-                if roots and self.constant.issuperset(roots):
-                    stacked[atom] = self.time.size_of(step.value(atom))
-        for size in stacked.values():
-            self.time.read((self._write_stacked(step, size),))
 
     def _write_stacked(self, step: PeakStep, size: int | float) -> Buffer:
         """Writes what an iteration of a loop keeps, while it runs."""

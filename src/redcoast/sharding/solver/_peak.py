@@ -11,8 +11,10 @@ each iteration. `experiments/benchmarks/memory.py` compares the result with comp
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from operator import attrgetter
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from ...core._control_flow import Call, CallKind, Cond, Scan, While
 from ...core._jaxpr import variables
@@ -35,6 +37,7 @@ from ._buffers import (
 from ._operation_buffers import OperationBuffers
 from ._peak_frames import Cotangent, IterationPeaks, PeakFrame, PeakStep
 from ._planned_collectives import PartsTogether
+from ._residuals import branches_return_operands
 
 
 def find_peak(
@@ -131,14 +134,6 @@ class _Run:
                     grads = self.operations.differentiate(step, results)
                 case Call() as call:
                     grads = self._call_back(step, call, results)
-                case Cond():
-                    # All branches keep what their derivatives need, whichever runs.
-                    if self.operations.stacks:
-                        self.operations.stack_constants(step)
-                    grads: list[Cotangent] = []
-                    for inside in frame.inner[index]:
-                        grads = self.backward(inside, inside.cotangents_of(results))
-                    grads = [None, *grads]  # the number of the branch has no derivative
                 case Scan() as scan:
                     # Gradients of layers are summed over devices one by one, in a loop or to be
                     # stored in parts.
@@ -147,7 +142,7 @@ class _Run:
                         if root.parameter is not None and (is_loop or root.parameter.gathered):
                             self.time.add_gradient(root.parameter, summed=True)
                     grads = self._loop_back(step, results)
-                case While():
+                case Cond() | While():
                     grads = self._loop_back(step, results)
             for atom, roots in zip(equation.invars, grads, strict=True):
                 if roots is not None and not isinstance(atom, Literal):
@@ -219,14 +214,30 @@ class _Run:
         return written
 
     def _branches(self, step: PeakStep) -> None:
-        frames: list[PeakFrame] = []
+        """Runs one branch of several, which take turns with the same memory.
+
+        What their derivatives need, they return, also of operands in some versions of JAX.
+        """
+        operands = step.equation.invars[1:]
+        self.time.read(union(self.operations.in_memory(step, atom) for atom in operands))
+        bodies: list[IterationPeaks] = []
         for branch in step.inner:
-            inside = PeakFrame(branch, step.source)
-            for var, atom in zip(branch.jaxpr.invars, step.equation.invars[1:], strict=True):
-                inside.roots[var] = self.operations.in_memory(step, atom)
-            self.forward(inside)
-            frames.append(inside)
-        step.frame.inner[step.index] = frames
+            consts, carry = branch.jaxpr.invars, []
+            if branches_return_operands():
+                consts, carry = [], branch.jaxpr.invars
+            operations = OperationBuffers(self.time.empty(), self.operations.together, stacks=True)
+            bodies.append(
+                _run_body(PeakFrame(branch, step.source), (consts, carry, []), operations)
+            )
+        body = IterationPeaks(
+            max((body.forward for body in bodies), key=attrgetter("bytes")),
+            max((body.backward for body in bodies), key=attrgetter("bytes")),
+            _returned_by_branches([body.saved for body in bodies]),
+            tuple(map(any, zip(*(body.needed for body in bodies), strict=True))),
+        )
+        step.frame.loops[step.index] = body, self.time.now
+        self.time.spike(body.forward)
+        self.time.now += 1
         self.operations.write_results(step)
 
     def _scan(self, step: PeakStep, scan: Scan) -> None:
@@ -253,7 +264,11 @@ class _Run:
             slices.append((part,))
         self.time.read(union(operands))
         inside = PeakFrame(scope, step.source)
-        body = _run_body(inside, scan, slices, self.time.empty(), self.operations.together)
+        is_loop = scan.unroll < scan.length
+        operations = OperationBuffers(self.time.empty(), self.operations.together, stacks=is_loop)
+        body = _run_body(
+            inside, scan.split(scope.jaxpr.invars), operations, slices, is_loop=is_loop
+        )
         if casts:
             # The derivative reads the same copies, in bfloat16.
             copies: list[Buffer] = []
@@ -309,6 +324,8 @@ class _Run:
         frame, equation = step.frame, step.equation
         body, begin = frame.loops[step.index]
         read = [*equation.invars, *equation.outvars]
+        if isinstance(step.flow, Cond):
+            read = compress(equation.invars[1:], body.needed)
         if isinstance(step.flow, Scan):
             # Of what it carries, each iteration has kept what it needs.
             consts, _, xs = step.flow.split(equation.invars)
@@ -329,19 +346,23 @@ class _Run:
 
 def _run_body(
     frame: PeakFrame,
-    scan: Scan,
-    slices: Sequence[Roots],
-    time: Timeline,
-    together: Mapping[SourcePath, PartsTogether],
+    inputs: tuple[Sequence[Var], Sequence[Var], Sequence[Var]],
+    operations: OperationBuffers,
+    slices: Sequence[Roots] = (),
+    *,
+    is_loop: bool = False,
 ) -> IterationPeaks:
-    """Runs the body of a scan once, forward and backward."""
+    """Runs an iteration or a branch once, forward and backward.
+
+    `inputs` are those that all iterations read, those that they carry, and their `slices`.
+    """
     jaxpr, values = frame.scope.jaxpr, frame.scope.values
-    consts, carry, xs = scan.split(jaxpr.invars)
+    time = operations.time
+    consts, carry, xs = inputs
     frame.add_arguments(consts, time.size_of)
     constant = frozenset(frame.of_all(consts))
-    stacks = scan.unroll < scan.length
-    gathers_again = stacks and any(map(is_stored, slices))
-    run = _Run(OperationBuffers(time, together, stacks, constant, gathers_again))
+    gathers_again = is_loop and any(map(is_stored, slices))
+    run = _Run(replace(operations, constant=constant, gathers_again=gathers_again))
     frame.roots.update(zip(xs, slices, strict=True))
     carried: list[Buffer] = []
     for var in carry:
@@ -360,21 +381,35 @@ def _run_body(
             cotangents[var] = outside
     grads = run.backward(frame, cotangents)
     # The sum of an FSDP-sharded layer takes the place of its gathered weights.
-    if stacks and not any(parameter.gathered for _, parameter in time.unsummed):
+    if is_loop and not any(parameter.gathered for _, parameter in time.unsummed):
         time.sum_gradients()
     time.now += 1
     time.read(union(filter(None, grads)))
     saved: list[WrittenBytes] = []
     for buffer in time.buffers:
-        is_kept = not buffer.reread or (buffer.is_gathered and not stacks)
+        is_kept = not buffer.reread or (buffer.is_gathered and not is_loop)
         if buffer.born <= middle < buffer.last and is_kept:
             saved += buffer.kept
-            if not stacks:
+            if not is_loop:
                 buffer.parts = ()  # without a loop, an iteration has no copy of what all keep
     for var, buffer in zip(carry, carried, strict=True):
         if buffer.last > middle:
             saved.append((time.size_of(values[var]), frame.source))
-    return IterationPeaks(time.peak(until=middle), time.peak(middle + 1), tuple(saved))
+    needed = tuple(any(root.last > middle for root in frame.of(var)) for var in consts)
+    return IterationPeaks(time.peak(until=middle), time.peak(middle + 1), tuple(saved), needed)
+
+
+def _returned_by_branches(saved: Sequence[Sequence[WrittenBytes]]) -> tuple[WrittenBytes, ...]:
+    """What a conditional returns for its derivative: arrays of one size share a result."""
+    returned: list[WrittenBytes] = []
+    for of_branch in saved:
+        free = Counter(size for size, _ in returned)
+        for size, where in of_branch:
+            if free[size]:
+                free[size] -= 1
+            else:
+                returned.append((size, where))
+    return tuple(returned)
 
 
 def _computed_again(scope: Scope, region: Region) -> set[int]:

@@ -19,11 +19,15 @@ Cotangent = Roots | None
 
 @dataclass(frozen=True)
 class IterationPeaks:
-    """The peaks in an iteration of a loop, and what each iteration keeps for its derivative."""
+    """The peaks in an iteration of a loop, and what each iteration keeps for its derivative.
+
+    `needed` are the constants that the derivative reads. A branch is an iteration.
+    """
 
     forward: Peak
     backward: Peak
     saved: tuple[WrittenBytes, ...] = ()
+    needed: tuple[bool, ...] = ()
 
 
 @dataclass

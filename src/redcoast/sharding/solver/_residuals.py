@@ -6,10 +6,12 @@ Outside of loops, XLA computes again what it can fuse. What a loop stacks, it do
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ...core._control_flow import Call, CallKind, control_flow
@@ -55,6 +57,18 @@ def residuals_in(scope: Scope, index: int) -> Residuals | None:
     if key not in known:
         known[key] = _find_residuals(equation, varied)
     return known[key]
+
+
+@cache
+def branches_return_operands() -> bool:
+    """Whether branches return what their derivatives need of their operands.
+
+    They do before JAX 0.12. Later versions read the operands themselves.
+    """
+    square = lambda x: x * x
+    derivative = lambda x: jax.vjp(lambda x: jax.lax.cond(True, square, square, x), x)[1]
+    jaxpr = jax.make_jaxpr(derivative)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+    return jaxpr.invars[0] not in jaxpr.outvars
 
 
 def _find_residuals(equation: JaxprEqn, varied: Sequence[bool]) -> Residuals:

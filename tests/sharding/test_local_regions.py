@@ -30,6 +30,17 @@ REPLICATED = [{"data": 8}]
 MESHES = [*REPLICATED, {"data": 2, "model": 4}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2}]
 
 
+@pytest.fixture
+def float64(monkeypatch):
+    """Makes arrays of float64. Solutions of equations differ by as much as these magnify rounding,
+    in float32 by more than a fault may."""
+    with jax.enable_x64(True):
+        widen = lambda x: x.astype(jnp.float64)
+        monkeypatch.setitem(globals(), "BATCH", widen(BATCH))
+        monkeypatch.setitem(globals(), "PARAMS", jax.tree.map(widen, PARAMS))
+        yield
+
+
 def mean_over_rows(one):
     """The loss of a function of a row and its number, with what it needs of the parameters."""
 
@@ -293,6 +304,7 @@ def test_no_device_waits_for_the_rows_of_another(name, sizes):
 
 @pytest.mark.parametrize("sizes", few_of(MESHES, *REPLICATED))
 @pytest.mark.parametrize("name", few_of(ALONE, "fft"))
+@pytest.mark.usefixtures("float64")
 def test_operations_on_each_row_gather_no_rows(name, sizes):
     loss_fn, mesh = mean_over_rows(ALONE[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
@@ -301,7 +313,7 @@ def test_operations_on_each_row_gather_no_rows(name, sizes):
     # Gradients and losses are summed, and parameters are gathered.
     gathered = [one for one in found if one.kind in ("all-gather", "all-to-all")]
     assert sizes.get("fsdp") or not gathered
-    assert_like_one_device(step, loss_fn)
+    assert_like_one_device(step, loss_fn, 1e-13)
 
 
 def test_sums_over_rows_leave_a_loop_once():
@@ -373,12 +385,13 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", few_of(MIXING, "until all rows have converged on average"))
+@pytest.mark.usefixtures("float64")
 def test_what_mixes_rows_gives_the_results_of_one_device(name):
     loss_fn = MIXING[name]
     plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
     step, found = compiled_step(loss_fn, plan)
     assert found
-    assert_like_one_device(step, loss_fn)
+    assert_like_one_device(step, loss_fn, 1e-13)
 
 
 def checked(x):

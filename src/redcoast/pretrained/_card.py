@@ -29,7 +29,9 @@ def make_card(facts: Mapping[str, Any], settings: Settings, name: str, parameter
     for ending, task in _TASKS.items():
         if architecture.endswith(ending):
             front["pipeline_tag"] = task
-    front |= {key: facts[key] for key in FRONT if key in facts}
+    for key in FRONT:
+        if key in facts:
+            front[key] = facts[key]
     front["tags"] = [*facts.get("tags", ()), "redcoast"]
     lines = ["---"]
     for key, value in front.items():

@@ -21,7 +21,7 @@ def file_inside(directory: Path, name: str) -> Path:
         places.append(inside.parent.parent / "blobs")
     path = directory / name
     # `..` is rejected also where it comes back: a name must not reach `blobs` without a link.
-    if not any(path.resolve().is_relative_to(place) for place in places) or ".." in path.parts:
+    if not any(map(path.resolve().is_relative_to, places)) or ".." in path.parts:
         raise ValueError(
             f"{path} leads out of its directory, to {path.resolve()}, but only files inside the "
             "directory are read. If you trust the file, copy it into the directory."

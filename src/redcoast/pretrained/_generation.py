@@ -9,7 +9,7 @@ from ..core._decoding import GREEDY, Decoding, as_integer, as_tuple
 from ..core._errors import several, short_repr
 from ..core._frames import warn
 from ._neutral import is_neutral
-from ._settings import Implemented, Settings, published_ids
+from ._settings import Implemented, Settings, present, published_ids
 from ._source import GENERATION, SETTINGS
 from ._whisper_prompt import read_whisper_prompt, speech_settings_of, write_whisper_prompt
 
@@ -83,7 +83,7 @@ def read_decoding(settings: Settings, where: object, *, alone: bool = True) -> D
     Warns of options that are not implemented or invalid; the others are used. With `alone`, the
     file only has settings of decoding, and unknown settings cause a warning too.
     """
-    settings = {name: value for name, value in settings.items() if value is not None}
+    settings = present(settings, settings)
     ignored = []
     for name, off in _OFF.items():
         if name in settings and settings[name] not in off:
@@ -92,7 +92,10 @@ def read_decoding(settings: Settings, where: object, *, alone: bool = True) -> D
     for name, value in settings.items():
         if alone and name not in known and not is_neutral(name, value):
             ignored.append(f"`{short_repr(name)[1:-1]}`, which is {short_repr(value)}")
-    options = {field: (name, settings[name]) for field, name in _NAMES.items() if name in settings}
+    options: dict[str, NamedOption] = {}
+    for field, name in _NAMES.items():
+        if name in settings:
+            options[field] = name, settings[name]
     prefix, problems = read_whisper_prompt(settings)
     options["prefix"] = ("forced_decoder_ids", prefix)
     ignored += problems
@@ -229,7 +232,7 @@ def write_decoding(config: Any) -> Settings:
     forced = {}
     if d.prefix:
         # Position 0 is `decoder_start`.
-        forced[_FORCED] = [[i, token] for i, token in enumerate(d.prefix, 1)]
+        forced[_FORCED] = list(map(list, enumerate(d.prefix, 1)))
     options |= forced
     if speech_settings := getattr(config, "speech_settings", ()):
         options |= write_whisper_prompt(speech_settings, d.prefix, forced)

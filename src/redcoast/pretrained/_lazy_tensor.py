@@ -32,7 +32,7 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
     def take(self, box: Box) -> np.ndarray:
-        out = aligned_empty([part.stop - part.start for part in box], self.dtype)
+        out = aligned_empty(box_shape(box), self.dtype)
         self.read(box, out)
         return out
 
@@ -60,6 +60,10 @@ def bytes_by_dtype(tensors: Iterable[Stored]) -> Counter[np.dtype]:
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.nbytes
     return sizes
+
+
+def box_shape(box: Box) -> list[int]:
+    return [part.stop - part.start for part in box]
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

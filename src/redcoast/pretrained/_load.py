@@ -128,8 +128,10 @@ def load(
 def _piece_elements(stored: Mapping[str, Stored], dtype: np.dtype, most: int) -> int:
     """Returns the number of elements to read at once: `most` bytes, or less if all tensors are
     small, so that the pieces in flight are smaller than the largest tensor."""
-    largest = max(x.nbytes for x in stored.values())
-    size = max(dtype.itemsize, *(x.dtype.itemsize for x in stored.values()))
+    largest, size = 0, dtype.itemsize
+    for x in stored.values():
+        largest = max(largest, x.nbytes)
+        size = max(size, x.dtype.itemsize)
     return min(max(largest // 16, 2**18), most) // size
 
 
@@ -149,8 +151,13 @@ def choose_shardings(
                 "`shardings` must have one sharding for each array of the model, such as "
                 f"`rc.infer_shardings` returns; {', '.join(sorted(odd))} is in only one of the two."
             )
-        meshes = {s.mesh for s in chosen.values() if isinstance(s, NamedSharding)}
-        if len({frozenset(s.device_set) for s in chosen.values()}) > 1:
+        meshes: set[object] = set()
+        device_sets: set[frozenset] = set()
+        for sharding in chosen.values():
+            device_sets.add(frozenset(sharding.device_set))
+            if isinstance(sharding, NamedSharding):
+                meshes.add(sharding.mesh)
+        if len(device_sets) > 1:
             raise ValueError(
                 "`shardings` use several sets of devices. All must use the same devices."
             )

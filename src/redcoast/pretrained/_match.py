@@ -115,7 +115,10 @@ def match(
             # Of any other tensor, so that the zeros do not change the dtype of the model.
             dtype = next(iter(tensors.values())).dtype
             tensors[name] = Stored(needed[name], dtype, lambda box, out: out.fill(0))
-    unexpected, misshapen, different = [], [], []
+    missing, unexpected, misshapen, different = [], [], [], []
+    for name in needed:
+        if name not in tensors:
+            missing.append(name)
     for name in stored:
         if name not in known and not any(re.search(buffer, name) for buffer in layout.buffers):
             unexpected.append(name)
@@ -126,7 +129,7 @@ def match(
         if copy in stored and name in tensors and not _equal(stored[copy], tensors[name]):
             different.append(f"{copy} (of {name})")
     problems = {
-        "missing": [name for name in needed if name not in tensors],
+        "missing": missing,
         "unexpected": unexpected,
         "misshapen": misshapen,
         _DIFFERENT: different,

@@ -200,5 +200,5 @@ def weight_of_groups(
     # The first format of GPTQ stores zeros less one.
     is_first = not awq and quantisation.get("checkpoint_format", "gptq") == "gptq"
     read = Groups(weight, zeros, scales, of_inputs, bits, awq, int(is_first)).read
-    parts = tuple(f"{module}.{end}" for end in ("qweight", "qzeros", "scales", "g_idx"))
+    parts = name, f"{module}.qzeros", f"{module}.scales", f"{module}.g_idx"
     return QuantisedTensor(f"{module}.weight", parts, (outputs, inputs), read)

@@ -83,13 +83,15 @@ def split_quantisation(settings: Settings, where: object) -> tuple[Settings, Set
 
     Raises `ValueError` if the method is not implemented.
     """
-    rest = {name: value for name, value in settings.items() if name not in QUANTISATION}
-    methods = [settings[name] for name in QUANTISATION if settings.get(name)]
-    if not methods:
+    rest, description = dict(settings), None
+    for name in QUANTISATION:
+        older = rest.pop(name, None)
+        description = description or older
+    if not description:
         return rest, None
     quantisation = {}
-    if isinstance(methods[0], dict):
-        quantisation = methods[0]
+    if isinstance(description, dict):
+        quantisation = description
     method = _method_of(quantisation)
     odd = _odd_settings(method, quantisation)
     if isinstance(method, str) and not odd and method in _METHODS:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from ._lazy_tensor import Stored, aligned_empty, split_box
+from ._lazy_tensor import Stored, aligned_empty, box_shape, split_box
 from ._slices import Box, Window, locate, reading_order
 from ._tensors import Tensor, tensor_names
 
@@ -63,7 +63,7 @@ class ArrayToRead:
         return self.sharding.shard_shape(self.shape)
 
     def assemble(self, boxes: Mapping[Any, jax.Array]) -> jax.Array:
-        shards = [boxes[device] for device in self.starts]
+        shards = list(map(boxes.__getitem__, self.starts))
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
 
@@ -88,8 +88,10 @@ def steps_of(path: str, target: ArrayToRead, most: int) -> Iterator[ReadStep]:
         windows = []
         for start in target.distinct_starts:
             # The same part of each box, as a box of the array.
-            box = tuple(slice(a + p.start, a + p.stop) for a, p in zip(start, part, strict=True))
-            windows.append(locate(target.tensor, shape, box))
+            box: list[slice] = []
+            for first, of_box in zip(start, part, strict=True):
+                box.append(slice(first + of_box.start, first + of_box.stop))
+            windows.append(locate(target.tensor, shape, tuple(box)))
         yield ReadStep(path, part, tuple(windows), i == len(parts))
 
 
@@ -97,10 +99,9 @@ def read_window(window: Window, dtype: np.dtype, stored: Mapping[str, Stored]) -
     """Reads the same slices of several tensors and stacks them; casts to `dtype` if the dtypes of
     the tensors differ."""
     dtypes = {stored[name].dtype for name in window.names}
-    shape = [part.stop - part.start for part in window.slices]
     if len(dtypes) == 1:
         dtype = dtypes.pop()
-    out = aligned_empty([len(window.names), *shape], dtype)
+    out = aligned_empty([len(window.names), *box_shape(window.slices)], dtype)
     for i, name in enumerate(window.names):
         row = out[i, ...]  # an array also if the tensor is a single number
         if stored[name].dtype == dtype:

@@ -64,7 +64,7 @@ def fill_device(
         if step.last:
             boxes = buffers.pop(step.path).addressable_shards
             arrays[step.path] = target.assemble({box.device: box.data for box in boxes})
-    return {path: arrays[path] for path in targets}
+    return arrays
 
 
 def _read(
@@ -146,9 +146,11 @@ def fill_host(
             target = targets[step.path]
             of_start = dict(zip(target.distinct_starts, boxes.pop(step.path), strict=True))
             # The boxes are aligned, so JAX uses them without a copy.
-            on_devices = {d: jax.device_put(of_start[a], d) for d, a in target.starts.items()}
+            on_devices = {}
+            for device, start in target.starts.items():
+                on_devices[device] = jax.device_put(of_start[start], device)
             arrays[step.path] = target.assemble(on_devices)
-    return {path: arrays[path] for path in targets}
+    return arrays
 
 
 def copy_across(source: np.ndarray, target: np.ndarray) -> None:

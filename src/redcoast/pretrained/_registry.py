@@ -98,8 +98,11 @@ FAMILIES = (
     Family(models.Whisper, models.WhisperConfig, whisper, ("whisper",)),
 )
 # By the `model_type` of a file, and by the class of a model or of its configuration.
-_BY_TYPE = {name: family for family in FAMILIES for name in family.types}
-_BY_CLASS = {c: family for family in FAMILIES for c in (family.model, family.config)}
+_BY_TYPE: dict[str, Family] = {}
+_BY_CLASS: dict[type, Family] = {}
+for _family in FAMILIES:
+    _BY_TYPE |= dict.fromkeys(_family.types, _family)
+    _BY_CLASS |= dict.fromkeys((_family.model, _family.config), _family)
 
 
 def family_of(model_or_config: object) -> Family | None:

@@ -85,7 +85,10 @@ def save(
         for index, name in tensor_names(published, leaves[leaf].shape).items():
             parts.setdefault(name, []).append((leaf, index))
     needed = needed_shapes(layout, leaves)
+    shapes: Shapes = {}
     for name, of_tensor in parts.items():
+        first, _ = of_tensor[0]
+        shapes[name] = needed[name], leaves[first].dtype
         kinds = {path: leaves[path].dtype.name for path, _ in of_tensor}
         if len({*kinds.values()}) > 1:
             listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
@@ -93,19 +96,18 @@ def save(
                 f"The tensor {name} has one dtype, but its arrays have several: {listed}. Cast "
                 "them to one."
             )
-    shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
     files = _files(shapes, max_file_bytes)
-    sizes = Counter()
-    for name, (_, dtype) in shapes.items():
+    sizes, parameters = Counter(), 0
+    for name, (shape, dtype) in shapes.items():
         sizes[dtype.name] += _nbytes(shapes, name)
+        parameters += prod(shape)
     # `transformers` loads the model in this dtype with `dtype="auto"`.
     settings = {**settings, "torch_dtype": sizes.most_common(1)[0][0]}
     others[SETTINGS] = _json(settings)
     if generation is not None:
         others[GENERATION] = _json(generation)
     if card is not None:
-        count = sum(prod(shape) for shape, _ in shapes.values())
-        others[CARD] = make_card(card, settings, path.name, count)
+        others[CARD] = make_card(card, settings, path.name, parameters)
     if list(files) != [SINGLE]:
         weight_map = {}
         for file, names in files.items():

@@ -1,7 +1,7 @@
 """Strict reading of `config.json` files."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -128,6 +128,15 @@ def rename(settings: Settings, names: Mapping[str, str]) -> Settings:
                 f"{settings[other]!r} and {settings[name]!r}."
             )
     return {names.get(name, name): value for name, value in settings.items()}
+
+
+def present(settings: Settings, names: Iterable[str]) -> Settings:
+    """The settings of these names that are there and not null."""
+    values: Settings = {}
+    for name in names:
+        if settings.get(name) is not None:
+            values[name] = settings[name]
+    return values
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:

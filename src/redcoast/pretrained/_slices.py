@@ -72,7 +72,9 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
         inner = product_of(others, sizes)
         # Whole indices of the slowest factor; the others are needed completely.
         low, high = start // inner, -(-stop // inner)
-        spans |= {factor: (0, sizes[factor]) for factor in others} | {first: (low, high)}
+        spans[first] = (low, high)
+        for factor in others:
+            spans[factor] = (0, sizes[factor])
         merged.append((high - low) * inner)
         trim.append((start - low * inner, stop - low * inner))
     # An array with a range of a factor begins within the tensor.
@@ -102,11 +104,16 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
             split.append(sizes[factor])
             cut.append(spans[factor])
     factors, moved = _factors(tensor)
-    # Factors of one index, which the array does not have, come first and are merged away.
-    order = [1 + i for i, factor in enumerate(factors) if factor not in moved]
-    order += [1 + factors.index(factor) for factor in moved]
+    # The first dimension counts tensors. Then come the factors that the array has one index of,
+    # which are merged away.
+    order = [0]
+    for i, factor in enumerate(factors, start=1):
+        if factor not in moved:
+            order.append(i)
+    for factor in moved:
+        order.append(1 + factors.index(factor))
     shape = tuple(high - low for low, high in bounds)
-    place = SlicesToBox(tuple(split), tuple(cut), (0, *order), tuple(merged), tuple(trim), shape)
+    place = SlicesToBox(tuple(split), tuple(cut), tuple(order), tuple(merged), tuple(trim), shape)
     return Window(names, tuple(slices), place)
 
 
@@ -147,4 +154,4 @@ def insert(tensor: Tensor, part: np.ndarray, out: np.ndarray) -> None:
         if factor in moved:
             order.append(moved.index(factor))
     view = out.reshape(shape)  # not a copy, since `out` is contiguous
-    view[tuple(index)] = part.reshape([sizes[factor] for factor in moved]).transpose(order)
+    view[tuple(index)] = part.reshape(list(map(sizes.__getitem__, moved))).transpose(order)

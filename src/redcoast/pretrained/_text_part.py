@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ..core._frames import warn
 from ._lazy_tensor import Source, Stored
 from ._quantised import QUANTISATION
-from ._settings import Settings
+from ._settings import Settings, present
 
 # The types of model that contain a language model, and its type if the file does not state it.
 WRAPPERS = {
@@ -115,9 +115,8 @@ def text_settings(settings: Settings) -> Settings:
     kind = text.get("model_type") or WRAPPERS[wrapper]
     kind = _SAME.get(kind, kind)
     sizes = dict(zip(_SIZE_NAMES, _SIZES.get(kind, ()), strict=False))
-    shared = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
     # What is more specific counts: the file's settings of the language model above all.
-    text = sizes | _DEFAULTS.get(wrapper, {}) | shared | text
+    text = sizes | _DEFAULTS.get(wrapper, {}) | present(settings, _SHARED) | text
     if settings.get(_TIED) is not None:
         text[_TIED] = settings[_TIED]
     return text | {"model_type": kind, "architectures": None}

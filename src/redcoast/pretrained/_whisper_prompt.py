@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core._errors import short_repr
-from ._settings import Settings
+from ._settings import Settings, present
 
 # Codes of languages, and their names.
 _LANGUAGES = """
@@ -79,8 +79,10 @@ def read_whisper_prompt(settings: Settings) -> tuple[tuple[int, ...], list[str]]
 
 def speech_settings_of(settings: Settings) -> tuple[tuple[str, str], ...]:
     """Returns the settings of a file that `write_whisper_prompt` writes again."""
-    names = [name for name in _SPEECH_SETTINGS if settings.get(name) is not None]
-    return tuple((name, json.dumps(settings[name], sort_keys=True)) for name in names)
+    texts: list[tuple[str, str]] = []
+    for name, value in present(settings, _SPEECH_SETTINGS).items():
+        texts.append((name, json.dumps(value, sort_keys=True)))
+    return tuple(texts)
 
 
 def write_whisper_prompt(
@@ -91,7 +93,8 @@ def write_whisper_prompt(
     settings = {name: json.loads(text) for name, text in published}
     if read_whisper_prompt(settings | forced)[0] != tuple(prefix):
         # The prefix was changed after the model was loaded.
-        settings = {name: value for name, value in settings.items() if name not in _OF_PREFIX}
+        for name in _OF_PREFIX:
+            settings.pop(name, None)
     if read_whisper_prompt(settings | forced)[0] != tuple(prefix):
         settings["return_timestamps"] = True  # the prefix does not disable them
     return settings

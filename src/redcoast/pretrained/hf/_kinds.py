@@ -73,6 +73,7 @@ Kinds = Mapping[str, Kind]
 def read_kind(settings: Settings, kinds: Kinds) -> Fields:
     """Reads the settings of one of several types of model, by default of the first."""
     kind = kinds.get(settings.get("model_type", ""), next(iter(kinds.values())))
+    # A type's own defaults and values replace those that all types share.
     defaults = {"eos_token_id": None, **ROPE, **kind.defaults}
     only = {
         "model_type": tuple(kinds),
@@ -130,6 +131,7 @@ def _show(options: Mapping[str, object]) -> str:
 
 
 def transformer_tensors(config: TransformerConfig) -> dict[str, Tensor]:
+    # The output matrix has no bias, even in types whose other matrices have one.
     biases = ""
     if config.qkv_bias:
         biases = "qkv"

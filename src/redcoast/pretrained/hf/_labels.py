@@ -14,6 +14,7 @@ LABELLED = ("classification", "tokens")  # the heads with labels
 
 def read_architecture(settings: Settings, known: Mapping[str, T], default: str) -> T:
     """Looks up the setting `architectures` in `known`; `default` is used if there is none."""
+    # A file of a model without a head often has no such setting.
     names = settings.get("architectures") or [default]
     if len(names) > 1 or names[0] not in known:
         raise ValueError(
@@ -51,6 +52,7 @@ def read_labels(settings: Settings) -> Fields:
 def write_labels(config: Any) -> Settings:
     if config.head not in LABELLED:
         return {}
+    # `transformers` shows these names, and takes their number for the size of the head.
     names = config.label_names or _numbered(config.labels)
     return {
         "id2label": {str(i): name for i, name in enumerate(names)},
@@ -76,6 +78,7 @@ def read_sides(c: Settings) -> Fields:
 
 
 def image_inputs(config: Any, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    # One number is the side of a square.
     sides = config.image
     if isinstance(sides, int):
         sides = (sides, sides)

@@ -38,11 +38,13 @@ def mixture_tensors(
     table = _norms("layers/", routed) | attention("layers/", routed + "self_attn.")
     table["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)
     correction = routed + "mlp.gate.e_score_correction_bias"
+    # What is added to the scores that choose experts, and not to their weights.
     table["layers/correction"] = Tensor(correction, "experts -> experts")
     table |= under("layers/shared_", weights(routed + "mlp.shared_experts.", GATED, TURNED))
     table |= under("layers/", weights(routed + "mlp.experts.{expert}.", GATED, TURNED))
     if c.dense_layers:
         dense = "model.layers.{layer+0}."
+        # A network of their own in place of experts.
         table |= _norms("dense/", dense) | attention("dense/", dense + "self_attn.")
         table |= under("dense/", weights(dense + "mlp.", GATED, TURNED))
     return table | llama_ends(c)

@@ -22,6 +22,7 @@ def read_encoder(
 ) -> Fields:
     """Reads the settings of one encoder, which are often only those that differ from the base
     size."""
+    # Only an encoder of texts has tokens, one of which ends a text.
     of_images = "image" in fields
     defaults = {}
     if not of_images:
@@ -61,5 +62,6 @@ def _encoder_layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
 def example_inputs(
     config: ClipConfig | SiglipConfig, rows: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
+    # A text is padded to all positions.
     tokens = jax.ShapeDtypeStruct((rows, config.text.positions), jnp.int32)
     return (*image_inputs(config.image, rows), tokens)

@@ -31,6 +31,7 @@ OTHER_STACK_NAMES = {
 def only_stacks(settings: Settings) -> dict[str, tuple[object, ...]]:
     """Returns the settings of which only some values are implemented."""
     return {
+        # A decoder alone, and a head of its own, are not implemented.
         "is_encoder_decoder": (True,),
         "tie_word_embeddings": (True,),
         # The configuration has one number for both stacks.
@@ -60,6 +61,7 @@ def stack_tensors(stack: str, biases: str) -> dict[str, Tensor]:
         **dense(leaf + "up", layer + "fc1"),
         **dense(leaf + "down", layer + "fc2"),
     }
+    # The decoder attends to itself, and then to what the encoder returned.
     parts = {"attention": "self_attn"}
     if stack == "decoder":
         parts["cross"] = "encoder_attn"

@@ -101,6 +101,7 @@ def attention(
     `letters` are those that have a tensor of their own.
     """
     table = {}
+    # The output matrix has the heads on its other side, and a bias of the width.
     for letter in letters:
         name = prefix + modules[letter]
         weight, bias = f"{name}.weight", f"{name}.bias"

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from .._settings import Settings
+
 # The values in files.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
@@ -20,6 +22,15 @@ def all_but_last_of(period: int, layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % period != 0 for layer in range(layers))
 
 
+def local_layers(c: Settings, period: int, local: str = LOCAL) -> tuple[bool, ...]:
+    """Returns for each layer whether it is local: as the file says it, or by default all but the
+    last of each `period`."""
+    if c["layer_types"]:
+        return read_windows(c["layer_types"], local)
+    return all_but_last_of(period, c["num_hidden_layers"])
+
+
 def write_windows(is_local: Sequence[bool], local: str = LOCAL) -> list[str]:
+    # The inverse of `read_windows`.
     kinds = {True: local, False: GLOBAL}
     return [kinds[has_window] for has_window in is_local]

@@ -33,6 +33,7 @@ _NEVER = """
 
 
 def read(settings: Settings) -> Fields:
+    # Files have both names of a size, or either.
     settings = rename(settings, OTHER_STACK_NAMES)
     only = {
         "model_type": ("bart",),
@@ -62,5 +63,6 @@ def tensors(config: BartConfig) -> dict[str, Tensor]:
 
 
 def duplicates(config: BartConfig) -> dict[str, str]:
+    # Encoder, decoder and head share one table, which files may hold four times.
     names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     return dict.fromkeys((*names, "lm_head.weight"), "model.shared.weight")

@@ -68,6 +68,7 @@ def settle(config: CaptionerConfig, names: Collection[str]) -> CaptionerConfig:
 
 
 def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
+    # The tables of both parts, under their own names.
     parts = {"encoder": vit.tensors(config.encoder), "decoder": gpt2.tensors(config.decoder)}
     tensors_by_leaf = {}
     for part, table in parts.items():
@@ -81,6 +82,7 @@ def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
 
 
 def module_name(name: str) -> str:
+    # Only the encoder has other names in a model of `transformers` 5.
     of_encoder = name.removeprefix("base_model.model.").startswith("encoder.")
     if of_encoder:
         return vit.module_name(name)

@@ -58,6 +58,7 @@ def read(settings: Settings) -> Fields:
 
 def write(config: ClipConfig) -> Settings:
     image, text = write_fields(config.image, _IMAGE), write_fields(config.text, _TEXT)
+    # All three configurations have it.
     size = {"projection_dim": config.outputs}
     return {
         "architectures": ["CLIPModel"],

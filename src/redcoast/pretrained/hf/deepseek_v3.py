@@ -36,6 +36,7 @@ def read(settings: Settings) -> Fields:
         "moe_layer_freq": (1,),
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
+        # All heads share one latent, from which each has its own keys and values.
         "num_key_value_heads": (settings.get("num_attention_heads"), None),
     }
     options = {"only": only, "ignored": OF_TRAINING + "head_dim qk_head_dim"}

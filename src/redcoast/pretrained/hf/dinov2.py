@@ -49,6 +49,7 @@ def read(settings: Settings) -> Fields:
     fields |= {"head": head, **read_sides(c)}
     if head:
         fields |= read_labels(settings)
+    # Only files without registers say whether they have a token for masked patches.
     if not has_registers:
         return fields | {"mask_token": c["use_mask_token"]}
     if c["num_register_tokens"] < 1:
@@ -90,6 +91,7 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
     base = _base(c)
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
     mlp, tokens = layer + "mlp.", "1 tokens width -> tokens width"
+    # The output matrix always has a bias.
     biases, modules = "o", VIT_ATTENTION
     if c.qkv_bias:
         biases = "qkvo"
@@ -108,6 +110,7 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
         table["mask_token"] = Tensor(embeddings + "mask_token", "1 width -> width")
     if c.registers:
         table["register_tokens"] = Tensor(embeddings + "register_tokens", tokens)
+    # Gate and input are halves of one tensor, which modules of `transformers` 5 hold apart.
     if c.gated:
         table |= gate_and_up(mlp + "weights_in", biased=True)
         table |= dense("layers/down", mlp + "weights_out")

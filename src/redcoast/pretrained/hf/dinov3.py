@@ -60,6 +60,7 @@ def tensors(config: Dinov3Config) -> dict[str, Tensor]:
         "layers/mlp_scale": Tensor(layer + "layer_scale2.lambda1", VECTOR),
         **norm("norm", "norm"),
     }
+    # All matrices of the network have a bias, or none has.
     matrices = ["up", "down"]
     if c.gated:
         matrices.insert(0, "gate")
@@ -72,6 +73,7 @@ def tensors(config: Dinov3Config) -> dict[str, Tensor]:
 
 
 def module_name(name: str) -> str:
+    # The model of `transformers` has its layers one level deeper than the files.
     before, table, after = name.rpartition("layer.")
     inside = before.removeprefix("base_model.model.")  # PEFT's own prefix
     if not table or inside.endswith("model."):

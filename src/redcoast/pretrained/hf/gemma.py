@@ -15,7 +15,7 @@ from ._tables import (
     under,
     weights,
 )
-from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
+from ._windows import GLOBAL, LOCAL, local_layers, write_windows
 
 BASE_PREFIX = "model."
 
@@ -68,10 +68,8 @@ def read(settings: Settings) -> Fields:
     # Which layers have a sliding window.
     if "layer_types" not in c or not c["sliding_window"]:
         fields["window"] = None
-    elif c["layer_types"]:
-        fields["local"] = read_windows(c["layer_types"])
     else:
-        fields["local"] = all_but_last_of(c["sliding_window_pattern"], c["num_hidden_layers"])
+        fields["local"] = local_layers(c, c["sliding_window_pattern"])
     return fields | _rope(c)
 
 

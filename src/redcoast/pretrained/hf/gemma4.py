@@ -90,6 +90,7 @@ def _far(c: Settings, local: tuple[bool, ...]) -> Fields:
     """Reads the heads of layers without a window, from either of the places of versions."""
     if c["per_layer_config"] is None:
         fields = {"global_head_dim": c["global_head_dim"], "global_kv_heads": None}
+        # The number counts only where keys are values.
         if c["attention_k_eq_v"]:
             fields["global_kv_heads"] = c["num_global_key_value_heads"]
         return fields
@@ -121,6 +122,7 @@ def _rope(c: Settings, head_dim: int) -> Fields:
     near, far = rope.get(LOCAL) or _ROPE[LOCAL], rope.get(GLOBAL) or _ROPE[GLOBAL]
     _check_rope(near, LOCAL, ("default",))
     _check_rope(far, GLOBAL, ("default", "proportional"))
+    # The part of the features of a head that are rotated.
     part = 1.0
     if kind_of_rope(far) == "proportional":
         part = far.get(PART) or 1.0
@@ -149,6 +151,7 @@ def write(config: Gemma4Config) -> Settings:
     settings |= {"hidden_activation": _GELU, "layer_types": write_windows(c.local)}
     settings |= {"hidden_size_per_layer_input": 0, "enable_moe_block": c.experts is not None}
     if c.layer_size is not None:
+        # The table of the layers' embeddings may have fewer rows than the one of tokens.
         rows = c.layer_vocab or c.vocab
         settings |= {_INPUTS["layer_size"]: c.layer_size, _INPUTS["layer_vocab"]: rows}
     if c.experts is not None:
@@ -186,6 +189,7 @@ def tensors(config: Gemma4Config) -> dict[str, Tensor]:
             letters, norms = "qko", "qk"
         if kind == "near" or (kind == "far" and not c.keys_are_values):
             letters += "v"
+        # Each kind of layer has arrays of its own, stacked over the layers of this kind.
         name = layer + "self_attn."
         of_kind = attention("", name, PROJ, letters=letters) | qk_norms("", name, norms)
         table |= under(f"{kind}/", of_kind | _rest(c, layer))
@@ -225,5 +229,6 @@ def unused(config: Gemma4Config) -> tuple[str, ...]:
     """Keys and values that published files have for layers that take the ones of another layer."""
     if config.shared_layers == 0:
         return ()
+    # The last layers share.
     numbers = "|".join(map(str, range(config.layers - config.shared_layers, config.layers)))
     return (rf"^model\.layers\.({numbers})\.self_attn\.([kv]_proj|[kv]_norm)\.",)

@@ -29,12 +29,14 @@ _FIELDS = {
 
 
 def read(settings: Settings) -> Fields:
+    # Two settings have other names in some versions of `transformers`.
     names = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
     defaults = {PART: None, DENSE_LAYERS: 1, "eos_token_id": None, **ROPE}
     only = {"model_type": ("glm4_moe",), "hidden_act": ("silu",)}
     options = {"only": only, "ignored": OF_TRAINING, "renamed": names}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
     fields["dense_layers"] = c[DENSE_LAYERS]
+    # Half of the features of a head are rotated, unless the file says otherwise.
     return fields | read_partial_rope(c, 0.5)
 
 
@@ -49,6 +51,7 @@ def write(config: Glm4MoeConfig) -> Settings:
 
 def tensors(config: Glm4MoeConfig) -> dict[str, Tensor]:
     def of_attention(leaf: str, name: str) -> dict[str, Tensor]:
+        # The output matrix has no bias.
         table = attention(leaf, name, PROJ, biases="qkv" * config.qkv_bias)
         return table | qk_norms(leaf, name, "qk" * config.qk_norm)
 

@@ -53,6 +53,7 @@ def read_gpt2(settings: Settings, fields: FieldNames, **options: Any) -> Fields:
     """Reads the settings of GPT-2 or GPT-J; `options` are as for `read_settings`."""
     defaults = {"eos_token_id": 50256}
     _, values = read_settings(settings, fields, defaults, renamed=OTHER_NAMES, **options)
+    # `n_inner` is null in the published files.
     if values["hidden"] is None:
         values["hidden"] = 4 * values["width"]
     return values

@@ -30,6 +30,7 @@ def read(settings: Settings) -> Fields:
     defaults = {"eos_token_id": 2, "rotary_pct": 0.25, "rotary_emb_base": 10000.0, **ROPE}
     options = {"only": {"model_type": ("gpt_neox",)}, "ignored": "is_decoder"}
     c, fields = read_settings(settings, _FIELDS, defaults, **options)
+    # Files of `transformers` 5 have both numbers among the settings of rotary embeddings.
     rope = rope_of(c)
     part, base = rope.pop(PART, c["rotary_pct"]), rope.get("rope_theta", c["rotary_emb_base"])
     if read_rope(rope) is not None:
@@ -41,6 +42,7 @@ def read(settings: Settings) -> Fields:
 
 def write(config: GPTNeoXConfig) -> Settings:
     c = config
+    # What the file has no setting for is refused.
     part = rotated_part(c.rotary_dim, c.head_dim)
     if c.embed_dropout != c.residual_dropout:
         raise ValueError(
@@ -68,6 +70,7 @@ def tensors(config: GPTNeoXConfig) -> dict[str, Tensor]:
         **norm("norm", "gpt_neox.final_layer_norm"),
     }
     weight = "(heads part head_dim) width -> width heads head_dim"
+    # (heads, part, head_dim): the query, key and value of a head are neighbours.
     name = attention + "query_key_value."
     tables |= fused(("layers/wq", "layers/wk", "layers/wv"), name + "weight", weight)
     if config.attention_bias:

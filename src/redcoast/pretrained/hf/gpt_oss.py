@@ -5,7 +5,7 @@ from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import ROPE, read_yarn, write_yarn
 from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, fused, llama_attention, llama_ends
-from ._windows import all_but_last_of, read_windows, write_windows
+from ._windows import local_layers, write_windows
 
 BASE_PREFIX = "model."
 
@@ -36,9 +36,8 @@ def read(settings: Settings) -> Fields:
     }
     renamed = {"experts_per_token": "num_experts_per_tok"}
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, renamed=renamed)
-    local = all_but_last_of(2, c["num_hidden_layers"])
-    if c["layer_types"]:
-        local = read_windows(c["layer_types"])
+    local = local_layers(c, 2)
+    # Without a window, layers of both types are alike.
     if c["sliding_window"] is None:
         local = (False,) * len(local)
     return fields | {"local": local, **read_yarn(c, _DEFAULT_ROPE)}
@@ -46,6 +45,7 @@ def read(settings: Settings) -> Fields:
 
 def write(config: GptOssConfig) -> Settings:
     c = config
+    # Stated even if nothing is scaled, since a file without it is scaled by default.
     rope = {"rope_type": "default"}
     if c.rope_scaling is not None:
         rope = write_yarn(c.rope_scaling)
@@ -68,6 +68,7 @@ def tensors(config: GptOssConfig) -> dict[str, Tensor]:
     }
     # Here the weights of experts are (inputs, outputs).
     both = experts + "gate_up_proj"
+    # The part varies fastest: gate, feature, gate, feature.
     weight = "experts width (hidden part) -> experts width hidden"
     table |= fused(("layers/gate", "layers/up"), both, weight)
     bias = "experts (hidden part) -> experts hidden"

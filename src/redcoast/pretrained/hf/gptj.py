@@ -29,6 +29,7 @@ def read(settings: Settings) -> Fields:
         "add_cross_attention": (False,),
     }
     fields = read_gpt2(settings, _FIELDS, only=only, ignored="is_decoder")
+    # Null is no number of features that are rotated.
     if fields["rotary_dim"] is None:
         raise ValueError("`rotary_dim` must be a number of features, but is None.")
     return fields
@@ -43,6 +44,7 @@ def tensors(config: GPTJConfig) -> dict[str, Tensor]:
     layer = "transformer.h.{layer}."
     return {
         "embed": Tensor("transformer.wte.weight", EMBED),
+        # One norm for attention and network, which run side by side.
         **norm("layers/norm", layer + "ln_1"),
         **attention("layers/", layer + "attn.", OUT_PROJ),
         **dense("layers/up", layer + "mlp.fc_in"),

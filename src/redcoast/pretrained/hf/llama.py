@@ -13,7 +13,7 @@ from ._kinds import (
 )
 from ._rope import kind_of_rope, read_rope_settings, rope_of, write_rope
 from ._tables import LLAMA_LAYER, TURNED, gate_and_up
-from ._windows import GLOBAL, LOCAL, all_but_last_of, read_windows, write_windows
+from ._windows import GLOBAL, LOCAL, all_but_last_of, local_layers, write_windows
 
 BASE_PREFIX = "model."
 # The first files hold the frequencies of the rotary embeddings.
@@ -57,9 +57,7 @@ _ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0, "layer_types"
 
 def _layer_types(c: Settings) -> Fields:
     """Reads which layers of an OLMo 3 have a window; by default, three of four."""
-    local = all_but_last_of(4, c["num_hidden_layers"])
-    if c["layer_types"] is not None:
-        local = read_windows(c["layer_types"])
+    local = local_layers(c, 4)
     if not any(local):
         return {"local": local, "window": None}
     return {"local": local, "window": c["sliding_window"]}
@@ -90,6 +88,7 @@ def _written_by_layer_type(c: LlamaConfig) -> Settings:
 
 def _growing(c: Settings) -> Fields:
     """Reads the rotary embeddings of Ministral 3, and how its queries grow."""
+    # A file without the setting has the scaling that `transformers` gives it.
     rope = rope_of(c) or _MINISTRAL_ROPE
     growth = rope.get(_GROWTH) or 0.0
     rope = {name: x for name, x in rope.items() if name not in (_GROWTH, _LENGTH)}
@@ -110,6 +109,7 @@ def _attention_alone(c: Settings) -> Fields:
             "`layer_types` has layers of states, and only models whose layers all have attention "
             "are implemented of this type."
         )
+    # Layers without rotary embeddings know positions by causality alone.
     rotated = c["position_embedding_type"] == "rope"
     return {"kind": "granitemoehybrid", "rope_layers": (rotated,) * c["num_hidden_layers"]}
 
@@ -272,6 +272,7 @@ def write(config: LlamaConfig) -> Settings:
 
 
 def tensors(config: LlamaConfig) -> dict[str, Tensor]:
+    # Granite 4 names the network of a layer after the experts that it shares.
     tables = transformer_tensors(config)
     if config.kind != "granitemoehybrid":
         return tables

@@ -17,6 +17,7 @@ _FIELDS = {
 
 
 def _window(c: Settings) -> Fields:
+    # A Qwen3-MoE states a window even if it does not use it.
     if c["use_sliding_window"]:
         return {}
     return {"window": None}
@@ -79,6 +80,7 @@ def write(config: MixtralConfig) -> Settings:
 
 def tensors(config: MixtralConfig) -> dict[str, Tensor]:
     moe = LLAMA_LAYER + "block_sparse_moe."
+    # `w1` to `w3` are the names of the first LLaMA.
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     if config.qk_norm:
         moe = LLAMA_LAYER + "mlp."

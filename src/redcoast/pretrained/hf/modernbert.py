@@ -66,6 +66,7 @@ def read(settings: Settings) -> Fields:
     """
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored=ignored)
     head = read_architecture(settings, _HEADS, "ModernBertModel")
+    # By the newer setting, or the older one.
     every = c["global_attn_every_n_layers"]
     if c["layer_types"] is not None:
         local = read_windows(c["layer_types"])
@@ -126,6 +127,7 @@ def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
     # The first layer has no norm before its attention: the embedding is normalised already.
     if c.layers > 1:
         table |= _norm(c, "attention_norm", base + "layers.{layer+1}.attn_norm")
+    # The rows are all queries, then all keys, then all values.
     qkv, weight = layer + "attn.Wqkv.", "(part heads head_dim) width -> width heads head_dim"
     table |= fused(("layers/wq", "layers/wk", "layers/wv"), qkv + "weight", weight, heads=c.heads)
     if c.attention_bias:
@@ -146,6 +148,7 @@ def _head(c: ModernBertConfig) -> dict[str, Tensor]:
         "pooler/w": Tensor("head.dense.weight", TURNED),
         **_norm(c, "pooler/norm", "head.norm"),
     }
+    # Files name it `head`, since all heads begin with it.
     if c.head_bias:
         table["pooler/b"] = Tensor("head.dense.bias", "outputs -> outputs")
     if c.head in LABELLED:

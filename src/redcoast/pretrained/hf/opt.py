@@ -36,6 +36,7 @@ def read(settings: Settings) -> Fields:
         "add_cross_attention": (False,),
     }
     c, fields = read_settings(settings, _FIELDS, defaults, only=only, ignored="is_decoder")
+    # OPT-350M has its norms behind attention and network, and no final one.
     before = c["do_layer_norm_before"]
     return fields | {
         "post_norm": not before,
@@ -63,6 +64,7 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
         "position_embed": Tensor(positions, TABLE),
         **attention("layers/", layer + "self_attn.", OUT_PROJ, biases=biases),
     }
+    # Biases, and the numbers of norms, are missing in some published models.
     mlp = dense("layers/up", layer + "fc1") | dense("layers/down", layer + "fc2")
     table |= {leaf: t for leaf, t in mlp.items() if config.bias or not leaf.endswith("bias")}
     if config.affine:
@@ -70,6 +72,7 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
         table |= norm("layers/mlp_norm", layer + "final_layer_norm")
     if config.final_norm and config.affine:
         table |= norm("norm", base + "final_layer_norm")
+    # Embeddings of another width are projected to the layers', and back before the head.
     if config.embed_width != config.width:
         table["project_in"] = Tensor(base + "project_in.weight", TURNED)
         table["project_out"] = Tensor(base + "project_out.weight", TURNED)

@@ -87,6 +87,7 @@ def write(config: Phi3Config) -> Settings:
     kind_of(c, _KINDS)  # rejects options that the files have no setting for
     if c.rope_scaling is not None and not isinstance(c.rope_scaling, LongRope):
         raise ValueError("`rope_scaling` must be a `LongRope`: files of Phi-3 support no other.")
+    # As `transformers` 5 writes them, with the base among them.
     rope: Settings = {"rope_type": "default", "rope_theta": c.rope_base}
     original = c.context
     if s := c.rope_scaling:

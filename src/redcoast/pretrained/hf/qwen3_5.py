@@ -19,7 +19,7 @@ from ._tables import (
     under,
     weights,
 )
-from ._windows import all_but_last_of, read_windows, write_windows
+from ._windows import local_layers, write_windows
 
 BASE_PREFIX = "model."
 # The layers that predict further tokens.
@@ -73,9 +73,7 @@ def read(settings: Settings) -> Fields:
     }
     c, fields = read_settings(settings, table, defaults, only=only, ignored=" ".join(ignored))
     # Which layers have Gated DeltaNet.
-    linear = all_but_last_of(c["full_attention_interval"], c["num_hidden_layers"])
-    if c["layer_types"] is not None:
-        linear = read_windows(c["layer_types"], _LINEAR)
+    linear = local_layers(c, c["full_attention_interval"], _LINEAR)
     return fields | read_partial_rope(c, 0.25) | {"linear": linear}
 
 

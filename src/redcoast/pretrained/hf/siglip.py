@@ -69,8 +69,10 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
         **pair_tensors(config),
         **patches("image/", IMAGE + "embeddings.patch_embedding"),
         **linear("text/head", TEXT + "head"),
+        # Learned numbers, by which similarities become logits.
         "logit_scale": Tensor("logit_scale", "1 -> 1"),
         "logit_bias": Tensor("logit_bias", "1 -> 1"),
+        # A learned query, which attends to all patches.
         leaf + "query": Tensor(name + "probe", "1 1 width -> width"),
         **attention(leaf + "attention/", inside, OUT_PROJ, letters="o", biases="o", heads=heads),
         **norm(leaf + "norm", name + "layernorm"),

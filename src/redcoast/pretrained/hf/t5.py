@@ -108,6 +108,7 @@ def tensors(config: T5Config) -> dict[str, Tensor]:
     table = {"embed": Tensor("shared.weight", EMBED)}
     table |= _stack(config, "encoder")
     table |= _stack(config, "decoder")
+    # The tied head is the embedding, and has no tensor.
     if not config.tied:
         table["head"] = Tensor(_HEAD, "vocab width -> width vocab")
     return table

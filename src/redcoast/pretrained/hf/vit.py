@@ -41,12 +41,14 @@ def read(settings: Settings) -> Fields:
     fields |= {"image": _pair(c["image_size"]), "patch": _pair(c["patch_size"])}
     if head:
         fields |= read_labels(settings)
+    # Stated in files even where it is the default.
     if c["pooler_output_size"] == c["hidden_size"]:
         fields["pooler_size"] = None
     return fields
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    # One number is the side of a square.
     if isinstance(size, int):
         return size, size
     height, width = size

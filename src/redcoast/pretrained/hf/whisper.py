@@ -52,6 +52,7 @@ def write(config: WhisperConfig) -> Settings:
 
 def tensors(config: WhisperConfig) -> dict[str, Tensor]:
     """Keys have no bias."""
+    # Torch's convolutions over time are (outputs, inputs, taps).
     kernel = "outputs inputs taps -> taps inputs outputs"
     table = {
         "embed": Tensor("model.decoder.embed_tokens.weight", EMBED),
@@ -73,5 +74,6 @@ def duplicates(config: WhisperConfig) -> dict[str, str]:
 
 
 def example_inputs(config: WhisperConfig, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    # (rows, mels, frames), and (rows, tokens).
     features = jax.ShapeDtypeStruct((rows, config.mels, config.frames), jnp.float32)
     return features, jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from grids import few_of
-from problem import collate_fn, loss_fn, make_examples, make_model
+from problem import Stream, collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
 from redcoast.data._stack import stack_examples
@@ -453,3 +453,23 @@ def test_a_table_and_a_name_are_no_examples():
         read({1, 2})
     with pytest.raises(TypeError, match="an array of one number"):
         read(np.zeros(()))
+
+
+class Refusing(WithState):
+    """Like Grain's `DataLoader`, it refuses states that are not of this very source."""
+
+    def load_state_dict(self, state):
+        raise ValueError("DataSource in checkpoint does not match")
+
+
+def test_examples_are_skipped_if_a_source_refuses_its_state(caplog):
+    whole, found = read(Refusing(), epochs=1, batch_size=2)
+    assert read(Refusing(), found[2].state, epochs=1, batch_size=2)[0] == whole[3:]
+    assert "cannot be restored, ValueError('DataSource in checkpoint" in caplog.text
+
+
+def test_an_iterator_that_refuses_a_state_is_told_of_the_checkpoint():
+    _, found = read(generator, epochs=1)
+    with pytest.raises(KeyError) as info:
+        read(Stream(EXAMPLES), found[0].state, steps=3)
+    assert "given the state of a checkpoint. Pass the examples" in info.value.__notes__[0]

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeGuard
 
 from jaxtyping import PyTree
 
+from ..core._errors import noting, short_repr
 from ..core._owned import copied, memory_of
 from ..core._read_json import JSONObject
 from ._stream_state import (
@@ -22,6 +23,10 @@ from ._stream_state import (
 logger = logging.getLogger("redcoast")
 _REPORT = 100_000  # examples that are skipped without a message
 _LONG = 1_000_000  # examples of an epoch that are read without a message
+_REFUSED = (
+    "Raised by `examples` when they were given the state of a checkpoint. Pass the examples that "
+    "the run was started with, or choose another directory to start a new run."
+)
 
 
 class StateMethods(NamedTuple):
@@ -92,7 +97,8 @@ class IteratorWithState(Stream):
         return self._methods.save()
 
     def set_state(self, state: PyTree) -> None:
-        self._methods.load(state)
+        with noting(_REFUSED):
+            self._methods.load(state)
 
     def peek(self, count: int) -> list[PyTree]:
         state = encode_stream_state(self.get_state())
@@ -272,12 +278,16 @@ class RepeatedStream(_ReadAhead):
         # If the source restores its state exactly, its next examples have the saved checksums.
         if state["anchor"] is not None:
             anchor = decode_stream_state(state["anchor"])
-            if self._skip(since, since, anchor) == state["checks"]:
-                return
+            problem = "does not restore its next examples exactly"
+            try:
+                if self._skip(since, since, anchor) == state["checks"]:
+                    return
+            except Exception as error:  # the source refuses the state, as if it were of another one
+                problem = f"cannot be restored, {short_repr(error)}"
             logger.warning(
-                "The state of `%s` does not restore its next examples exactly. The %d examples of "
-                "epoch %d that were read before are skipped instead.",
-                *(self._name, count, epoch),
+                "The state of `%s` %s. The %d examples of epoch %d that were read before are "
+                "skipped instead.",
+                *(self._name, problem, count, epoch),
             )
         skipped = self._skip(count, since, None)
         # The source may have been read since, and continue from there.

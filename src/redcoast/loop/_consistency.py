@@ -1,9 +1,7 @@
 """Checks that all processes run the same program on the same data."""
 
-import functools as ft
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
-from types import CodeType
 
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
@@ -19,6 +17,7 @@ from ..train._compile import CompiledStep
 from ..train._start import is_init_fn
 from ..train._state import TrainState
 from ._first_examples import first_examples, first_training_examples
+from ._function_checksums import code_checksum
 from ._run_settings import RunSettings
 
 # JAX's settings that change a program, or how it runs.
@@ -73,13 +72,13 @@ def check_agreement(
         "`key`": describe_array(key),
         "the devices of `mesh`": checksum(devices.encode()),
         "what `collate_fn` returns": describe_batch(data.spec),
-        "the code of `collate_fn`": _code(data.collate_fn),
-        "the code of `loss_fn`": _code(training.loss_fn),
+        "the code of `collate_fn`": code_checksum(data.collate_fn),
+        "the code of `loss_fn`": code_checksum(training.loss_fn),
         "the plan of the model": checksum(plan.table().encode()),
     }
     # Processes that create other models would train their average.
     if is_init_fn(model):
-        compared["the code of `init_fn`"] = _code(model)
+        compared["the code of `init_fn`"] = code_checksum(model)
     listings = {"the values of the initial model": tree_listing(model)}
     # With `split_by_host`, each process is meant to read other examples.
     if not data.is_split:
@@ -90,7 +89,7 @@ def check_agreement(
             if field.name == "examples":
                 compared[f"the number of {name}"] = count_in_epoch(value)
             elif field.name.endswith("_fn"):
-                compared[f"the code of {name}"] = _code(value)
+                compared[f"the code of {name}"] = code_checksum(value)
             else:
                 compared[name] = value
         listings["the first examples of the evaluation"] = first_examples(
@@ -106,25 +105,3 @@ def check_agreement(
         traced = step(training.accumulate).trace(state, data.spec)
         listings["the program of the step"] = program_listing(traced.jaxpr)
     agree(compared, listings)
-
-
-def _code(fn: object) -> str | None:
-    """A checksum of a function's code, not including the functions that it calls."""
-    # Without its arguments, whose text may have addresses, which differ.
-    while isinstance(fn, ft.partial):
-        fn = fn.func
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return None
-    return checksum(b"".join(_instructions(code)))
-
-
-def _instructions(code: CodeType) -> Iterator[bytes]:
-    yield code.co_code
-    yield " ".join(code.co_names).encode()
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _instructions(constant)
-        # Others, such as sets, have no fixed order.
-        elif isinstance(constant, int | float | complex | str | bytes | None):
-            yield repr(constant).encode()

@@ -1,5 +1,6 @@
 """The settings of a run, as one record."""
 
+import functools as ft
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -15,10 +16,12 @@ from ..sharding.tree._overrides import Override
 from ..train._training import Training
 from ._early_stopping import EarlyStopping
 from ._evaluation import Evaluation
+from ._function_checksums import checksum_of_functions
 
 N = TypeVar("N", bound=int | float | None)
 
-SETTINGS = "settings"  # of a run, in what a checkpoint has of its data
+# Of a run, in what a checkpoint has of its data.
+SETTINGS, FUNCTIONS = "settings", "functions"
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,20 @@ class RunSettings:
             compute_dtype = str(np.dtype(compute_dtype))
         return {
             "batch_size": self.batch_size,
+            "accumulate": self.training.accumulate,
             "compute_dtype": compute_dtype,
             "average": self.average,
         }
+
+    @ft.cached_property
+    def functions_of_results(self) -> dict[str, str]:
+        """Checksums of the functions that change the results of a run."""
+        functions = {
+            "optimizer": self.training.optimizer,
+            "loss_fn": self.training.loss_fn,
+            "collate_fn": self.collate_fn,
+        }
+        return {name: checksum_of_functions(fn) for name, fn in functions.items()}
 
 
 def plain_number(value: N) -> N:

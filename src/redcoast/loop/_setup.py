@@ -33,7 +33,7 @@ from ..train._start import is_init_fn
 from ..train._state import TrainState, split_key_of_run
 from ._evaluation import KIND, CompiledEvaluation, Evaluation, check_mean, compile_evaluation
 from ._printing import Printer, nothing_left
-from ._run_settings import SETTINGS, RunSettings
+from ._run_settings import FUNCTIONS, SETTINGS, RunSettings
 
 logger = logging.getLogger("redcoast")
 
@@ -263,7 +263,7 @@ def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainSt
     with, so that its results are not those of an uninterrupted run."""
     now = settings.of_results
     before = saved.get(SETTINGS, now)  # checkpoints of version 0.1.0 have none
-    changed = [name for name in now if before.get(name) != now[name]]
+    changed = [name for name in now if name in before and before[name] != now[name]]
     if changed and is_main():
         logger.warning(
             "The run has %s, and had %s up to step %d, where it is resumed. It goes on with the "
@@ -272,6 +272,17 @@ def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainSt
             several([f"{name}={now[name]}" for name in changed]),
             several([f"{name}={before.get(name)}" for name in changed]),
             int(restored.step),
+        )
+    checksums = settings.functions_of_results
+    before = saved.get(FUNCTIONS, checksums)
+    others = [f"`{name}`" for name in checksums if before.get(name) != checksums[name]]
+    if others and is_main():
+        logger.warning(
+            "The run goes on with another %s than up to step %d, where it is resumed: the code, or "
+            "numbers in it, such as a learning rate, or the versions of libraries have changed. "
+            "Its results are not those of a run without an interruption. Choose another directory "
+            "for a new run.",
+            *(several(others), int(restored.step)),
         )
 
 

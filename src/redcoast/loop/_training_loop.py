@@ -21,7 +21,7 @@ from ._early_stopping import SAVED, BestSoFar
 from ._error_notes import DOUBTFUL, rescued
 from ._evaluation import CompiledEvaluation
 from ._nonfinite import explain_batch, explain_step, warn_of_clamped_indices
-from ._run_settings import SETTINGS, RunSettings
+from ._run_settings import FUNCTIONS, SETTINGS, RunSettings
 from ._stop import ASKED, StopRequest
 
 logger = logging.getLogger("redcoast")
@@ -250,6 +250,7 @@ class TrainingLoop:
         # Where the data is after this step, and not where it was read ahead to.
         saved = {**self.data.gather_state(self.done.batch.state), "due": self.is_due}
         saved[SETTINGS] = self.settings.of_results
+        saved[FUNCTIONS] = self.settings.functions_of_results
         if self.best is not None:
             saved[SAVED] = self.best.saved
         self.checkpointer.save(self.done.number, self.done.state, saved, metrics)

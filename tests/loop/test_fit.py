@@ -555,11 +555,12 @@ def test_a_resumed_run_says_that_it_has_other_settings(tmp_path, caplog):
     run(steps=2)
     assert "where it is resumed" not in caplog.text
     assert "goes on with another" not in caplog.text
-    other = {"loss_fn": lambda *args: loss_fn(*args), "optimizer": optax.sgd(0.2)}
+    model = eqx.nn.MLP(16, 8, 32, depth=2, activation=jax.nn.tanh, key=jax.random.key(0))
+    other = {"loss_fn": lambda *args: loss_fn(*args), "optimizer": optax.sgd(0.2), "model": model}
     run(steps=3, batch_size=8, compute_dtype=jnp.bfloat16, average=0.99, accumulate=2, **other)
     assert "The run has batch_size=8, accumulate=2, compute_dtype=bfloat16" in caplog.text
     assert "had batch_size=16, accumulate=1, compute_dtype=None, average=0.9 up to" in caplog.text
-    assert "goes on with another `optimizer`, `loss_fn` than up to step 2" in caplog.text
+    assert "goes on with another `model`, `optimizer`, `loss_fn` than up to step 2" in caplog.text
 
 
 @pytest.mark.thorough

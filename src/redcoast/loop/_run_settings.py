@@ -1,12 +1,14 @@
 """The settings of a run, as one record."""
 
-import functools as ft
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import equinox as eqx
+import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from ..checkpoint._policy import Checkpoints
 from ..data._collate import CollateFn
@@ -59,10 +61,12 @@ class RunSettings:
             "average": self.average,
         }
 
-    @ft.cached_property
-    def functions_of_results(self) -> dict[str, str]:
-        """Checksums of the functions that change the results of a run."""
+    def functions_of_results(self, model: PyTree) -> dict[str, str]:
+        """Checksums of the functions that change the results of a run, and of those in a model,
+        such as its activation function."""
+        leaves = [x for x in jax.tree.leaves(model) if not eqx.is_array(x)]
         functions = {
+            "model": leaves,
             "optimizer": self.training.optimizer,
             "loss_fn": self.training.loss_fn,
             "collate_fn": self.collate_fn,

@@ -273,13 +273,13 @@ def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainSt
             several([f"{name}={before.get(name)}" for name in changed]),
             int(restored.step),
         )
-    checksums = settings.functions_of_results
+    checksums = settings.functions_of_results(restored.model)
     before = saved.get(FUNCTIONS, checksums)
     others = [f"`{name}`" for name in checksums if before.get(name) != checksums[name]]
     if others and is_main():
         logger.warning(
-            "The run goes on with another %s than up to step %d, where it is resumed: the code, or "
-            "numbers in it, such as a learning rate, or the versions of libraries have changed. "
+            "The run goes on with another %s than up to step %d, where it is resumed: functions, "
+            "numbers, such as a learning rate, or the versions of libraries have changed. "
             "Its results are not those of a run without an interruption. Choose another directory "
             "for a new run.",
             *(several(others), int(restored.step)),

@@ -250,10 +250,11 @@ class TrainingLoop:
         # Where the data is after this step, and not where it was read ahead to.
         saved = {**self.data.gather_state(self.done.batch.state), "due": self.is_due}
         saved[SETTINGS] = self.settings.of_results
-        saved[FUNCTIONS] = self.settings.functions_of_results
+        state = self.done.state
+        saved[FUNCTIONS] = self.settings.functions_of_results(state.model)
         if self.best is not None:
             saved[SAVED] = self.best.saved
-        self.checkpointer.save(self.done.number, self.done.state, saved, metrics)
+        self.checkpointer.save(self.done.number, state, saved, metrics)
 
     def _rescued(self, doubtful: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
         """Saves the state if a function of the user raises."""

@@ -28,6 +28,8 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # What is compiled is kept for all processes of a session, and for the sessions to come.
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 MOST_BYTES = 2**30
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 20_000
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -66,6 +68,14 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    # A compiled program has about a hundred maps of memory, of which Linux gives a process 65,530.
+    # Without another one, XLA crashes.
+    is_last_of_file = nextitem is None or nextitem.path != item.path
+    if is_last_of_file and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 def pytest_sessionfinish(session):

@@ -23,6 +23,9 @@ class Printed:
             print(line, flush=True)
         self.lines += lines
 
+    def row(self, *cells: object) -> None:
+        self.add(f"| {' | '.join(map(str, cells))} |")
+
     def write(self, page: Path | None, name: str) -> None:
         """Replaces what is between the marks `name` of the page, if there is a page."""
         if page is not None:

@@ -186,7 +186,7 @@ def main(programs: Programs, /, page: Path | None = None, only: tuple[int, ...] 
     table.add(f"| {' | '.join(HEADS)} |", "| --- |" + " ---: |" * (len(HEADS) - 1))
     for number, case in enumerate(CASES[programs]):
         if not only or number in only:
-            table.add(f"| {' | '.join(row(case))} |")
+            table.row(*row(case))
     table.write(page, programs)
 
 

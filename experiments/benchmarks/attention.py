@@ -12,12 +12,12 @@ import os
 # JAX reads these when it is first imported; no accelerator is looked for.
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tyro
+from _timing import elapsed
 from jaxtyping import PyTree
 from traffic.targets import Platform, target_devices
 
@@ -64,7 +64,9 @@ def main(
                 memory = program.memory_analysis()
                 sizes.append(temporary_bytes(memory, device.platform) / 2**20)
             line = f"| {count:,} | {name} | {sizes[0]:,.0f} | {sizes[1]:,.0f} |"
-            print(line + (f" {seconds(compiled[1], shapes):.2f} |" if platform == "cpu" else ""))
+            if platform == "cpu":
+                line += f" {second_call(compiled[1], shapes):.2f} |"
+            print(line)
 
 
 def compile_for(device: Any, fn: Any, shapes: PyTree) -> Any:
@@ -73,14 +75,12 @@ def compile_for(device: Any, fn: Any, shapes: PyTree) -> Any:
     return jax.jit(fn).lower(*arrays).compile()
 
 
-def seconds(compiled: Any, shapes: PyTree) -> float:
+def second_call(compiled: Any, shapes: PyTree) -> float:
     """Processor time of one call, after a first one."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     jax.block_until_ready(compiled(*arrays))
-    start = time.process_time()
-    jax.block_until_ready(compiled(*arrays))
-    return time.process_time() - start
+    return elapsed(lambda: compiled(*arrays))
 
 
 if __name__ == "__main__":

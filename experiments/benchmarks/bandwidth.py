@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from _timing import elapsed
 from jaxtyping import PyTree
 
 
@@ -42,9 +43,4 @@ def parameters(model: PyTree) -> int:
 def seconds_of(run: Callable[[], Any], rounds: int) -> float:
     """The median time of a call, after one that compiles."""
     run()
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(elapsed(run, time.perf_counter) for _ in range(rounds))

@@ -12,11 +12,10 @@ medians of a few turns, in which both modes take turns.
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from redcoast.models import Llama, LlamaConfig
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
 from _options import mesh_sizes
+from _timing import elapsed
 from jaxtyping import PyTree
 
 HEAD = ["mesh", "tokens", "difference", "exact", "rollout, s", "exact, s", "updates, s", "exact, s"]
@@ -79,16 +79,10 @@ def measure(
     updates: list[list[float]] = [[] for _ in modes]
     for _ in range(c.rounds):
         for i, mode in enumerate(modes):
-            rollouts[i].append(seconds_of(mode.roll_out))
-            updates[i].append(seconds_of(lambda mode=mode, i=i: mode.update(data[i])))
+            rollouts[i].append(elapsed(mode.roll_out))
+            updates[i].append(elapsed(lambda mode=mode, i=i: mode.update(data[i])))
     median = lambda times: [statistics.median(x) for x in times]
     return median(rollouts), median(updates)
-
-
-def seconds_of(run: Callable[[], Any]) -> float:
-    begin = time.process_time()
-    run()
-    return time.process_time() - begin
 
 
 def make_mode(c: Config, mesh_name: str, exact: bool) -> Mode:

@@ -75,7 +75,7 @@ def main(
             sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
             cells = (f"{a:.2f} ({b:.1f})" for a, b in zip(sent, stored, strict=True))
             ratios = ", ".join(f"{megabytes / sent[-1]:.3f}" for megabytes in sent[:-1])
-            table.add(f"| {name} | {sizes} | {' | '.join(cells)} | {ratios} |")
+            table.row(name, sizes, *cells, ratios)
     table.write(page, target.partition(":")[0])
 
 

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from _timing import elapsed
 from bandwidth import bytes_read, copy_bandwidth, seconds_of
 
 import redcoast as rc
@@ -87,12 +88,8 @@ def first_calls(c: Config, model: PyTree) -> list[list[str]]:
     lines.append([f"{c.prompt}, of this process: to the last token", f"{last:.2f}", ""])
     generate(c.prompt)
     for length in LENGTHS:
-        seconds = []
-        for _ in range(2):
-            began = time.process_time()
-            np.asarray(generate(length))
-            seconds.append(f"{time.process_time() - began:.2f}")
-        lines.append([str(length), *seconds])
+        again = [f"{elapsed(lambda length=length: generate(length)):.2f}" for _ in range(2)]
+        lines.append([str(length), *again])
     return lines
 
 
@@ -120,12 +117,10 @@ def in_turn(c: Config, model: PyTree) -> list[list[str]]:
     spent: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(c.rounds + 1):
         for name, run in (("batches of 4", in_batches), ("rows=4", with_rows)):
-            began = time.process_time()
-            run()
-            spent[name].append(time.process_time() - began)
+            spent[name].append(elapsed(run))
     lines = []
-    for name, seconds in spent.items():
-        rate = lengths.sum() / statistics.median(seconds[1:])  # the first round compiles
+    for name, times in spent.items():
+        rate = lengths.sum() / statistics.median(times[1:])  # the first round compiles
         lines.append([name, str(lengths.sum()), str(steps[name]), f"{rate:.1f}"])
     return lines
 

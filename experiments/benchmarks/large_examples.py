@@ -335,7 +335,7 @@ def main(
     table = Printed()
     heads = ("program", "temporaries, MB", "before", "by hand", "after")
     heads += ("kB by hand", "after", "planned")
-    table.add(f"| {' | '.join((*heads, 'loss', 'gradients'))} |")
+    table.row(*heads, "loss", "gradients")
     table.add(f"| --- |{' ---: |' * (len(heads) + 1)}")
     for name, make in EXAMPLES.items():
         if names and not any(part in name for part in names):
@@ -353,9 +353,7 @@ def main(
         planned_bytes = sum(traffic.bytes for traffic in plan.report.program.traffic)
         sent = [f"{size / 1e3:,.0f}" for size in (hand.sent, step.sent, planned_bytes)]
         errors = differences(one.result, step.result) if run else ("", "")
-        table.add(
-            f"| {' | '.join((name, f'{one.temporaries / 1e6:.2f}', *shares, *sent, *errors))} |"
-        )
+        table.row(name, f"{one.temporaries / 1e6:.2f}", *shares, *sent, *errors)
         if show:
             print(plan.report.program.batch)
             print([(round(t.bytes / 1e3), t.cause) for t in plan.report.program.traffic])

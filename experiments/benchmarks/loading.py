@@ -12,16 +12,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from _timing import elapsed
 from safetensors import safe_open
 
 import redcoast as rc
@@ -46,7 +44,10 @@ def main(c: Config) -> None:
         ):
             load = ft.partial(rc.load_pretrained, where, dtype=jnp.float32)
             bare = ft.partial(convert, where)
-            times = [(seconds(load), seconds(bare)) for _ in range(c.rounds)]
+            times: list[tuple[float, float]] = []
+            for _ in range(c.rounds):
+                own = elapsed(load, time.perf_counter)
+                times.append((own, elapsed(bare, time.perf_counter)))
             ratio = statistics.median(a / b for a, b in times)
             here, alone = (statistics.median(x) for x in zip(*times, strict=True))
             print(
@@ -54,12 +55,6 @@ def main(c: Config) -> None:
                 f"{ratio:.2f} (at most 1.5)",
                 flush=True,
             )
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(jax.tree.leaves(run()))
-    return time.perf_counter() - begin
 
 
 def dequantise(path: Path) -> list[np.ndarray]:

@@ -41,6 +41,7 @@ import jax.random as jr
 import numpy as np
 import tyro
 from _pages import Printed
+from _timing import elapsed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -385,7 +386,7 @@ def main(
             reference = Reference(*make(), differentiate)
         for how in hows:
             row = measure(make(), mesh, how, reference, turns, differentiate)
-            table.add(f"| {' | '.join((name, how, *row))} |")
+            table.row(name, how, *row)
     region = "local_regions" if fsdp == 1 else f"local_regions_data{data}_fsdp{fsdp}"
     if platform != "cpu":
         region = f"{region}_{platform}"
@@ -488,13 +489,11 @@ def difference(computed: Any, expected: PyTree, least: float) -> float:
 
 def ratio(step: Callable[[], Any], reference: Callable[[], Any], turns: int) -> float:
     """The time of a step, divided by that of another that takes turns with it."""
-
-    def seconds(step: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(step())
-        return time.perf_counter() - begin
-
-    return statistics.median(seconds(step) / seconds(reference) for _ in range(turns))
+    ratios: list[float] = []
+    for _ in range(turns):
+        own = elapsed(step, time.perf_counter)
+        ratios.append(own / elapsed(reference, time.perf_counter))
+    return statistics.median(ratios)
 
 
 def collectives(program: str) -> tuple[int, int]:

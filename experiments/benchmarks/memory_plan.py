@@ -298,7 +298,7 @@ def main(
         rows.append((of_plan[0], of_plan[1]))
         cells = [f"{one / size:.2f}, {work / flops:.3f}" if one else "-" for one, work in rows]
         cells.append(f"{ratio:.2f}" if ratio else "-")
-        printed.add(f"| {name} | {' | '.join(cells)} |")
+        printed.row(name, *cells)
     printed.write(page, "memory_plan")
 
 

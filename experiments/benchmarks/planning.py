@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 from _pages import Printed
+from _timing import elapsed
 from architectures import CASES, Case, opt_layers
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
@@ -75,9 +76,7 @@ def search_time(count: int) -> tuple[float, int]:
 def plan_time(case: Case, mesh: Mesh) -> float:
     """Processor seconds of a plan for a new loss function, of which JAX has no trace."""
     new = dataclasses.replace(case, loss=lambda *args: case.loss(*args))
-    begin = time.process_time()
-    plan_by_dataflow(new, mesh)
-    return time.process_time() - begin
+    return elapsed(lambda: plan_by_dataflow(new, mesh))
 
 
 def equations(case: Case) -> int:

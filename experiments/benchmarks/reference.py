@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import torch
 import transformers
+from _timing import elapsed
 
 import redcoast as rc
 
@@ -40,18 +41,15 @@ def take_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) 
     """The median seconds of each, and the median over rounds of the ratio theirs / ours."""
     for run in (ours, theirs):  # compiles, and fills caches
         run()
-    times = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
+    times: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        own = elapsed(ours, time.perf_counter)
+        times.append((own, elapsed(theirs, time.perf_counter)))
     return {
         "ours": statistics.median(a for a, _ in times),
         "theirs": statistics.median(b for _, b in times),
         "ratio": statistics.median(b / a for a, b in times),
     }
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def describe() -> str:

@@ -84,7 +84,7 @@ def main(platforms: tuple[Platform, ...], /, page: Path | None = None) -> None:
             for name, program in PROGRAMS.items():
                 for dtype in program.dtypes:
                     row = (platform, f"{data}x{model}", name, dtype, *measure(program, mesh, dtype))
-                    table.add(f"| {' | '.join(row)} |")
+                    table.row(*row)
     table.write(page, "step_ahead")
 
 

@@ -264,7 +264,7 @@ def _batched_layer(layers: list[dict[str, PyTree]], batch: PyTree) -> str | None
         if getattr(x, "shape", ()):
             rows.add(x.shape[0])
 
-    def has_rows(x: object) -> bool:
+    def has_rows(x: PyTree) -> bool:
         return eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows
 
     for names in layers:

@@ -26,12 +26,12 @@ def held_elsewhere(objects: Sequence[object], known: Iterable[object] = ()) -> l
         All other objects are treated as immutable.
     - `known`: arrays that are never written.
     """
-    seen: dict[int, object] = {}
+    visited: dict[int, object] = {}
     references: dict[int, int] = {}
     for x in objects:
-        _visit(x, seen, references)
+        _visit(x, visited, references)
     x = None  # it is a reference, too
-    referenced = {key for key in seen if _references(seen, key) > references[key] + _ALONE}
+    referenced = {key for key in visited if _references(visited, key) > references[key] + _ALONE}
     safe = {id(array) for array in known}
     return [_is_held(x, referenced, safe) for x in objects]
 
@@ -64,7 +64,7 @@ def _kind(cls: type) -> type | None:
     return next((kind for kind in kinds if issubclass(cls, kind)), None)
 
 
-def _visit(x: PyTree, seen: dict[int, object], references: dict[int, int]) -> None:
+def _visit(x: PyTree, visited: dict[int, object], references: dict[int, int]) -> None:
     """Counts a reference to an object, and its references to others."""
     kind = _kind(type(x))
     if kind is None:
@@ -72,15 +72,15 @@ def _visit(x: PyTree, seen: dict[int, object], references: dict[int, int]) -> No
     key = id(x)
     references[key] = references.get(key, 0) + 1
     # What it refers to was counted then.
-    if key in seen:
+    if key in visited:
         return
-    seen[key] = x
+    visited[key] = x
     if kind is np.ndarray:
         if x.base is not None:
-            _visit(x.base, seen, references)
+            _visit(x.base, visited, references)
     elif kind is not jax.Array:
         for part in _parts(x, kind):
-            _visit(part, seen, references)
+            _visit(part, visited, references)
 
 
 def _parts(x: PyTree, kind: type) -> Iterable[PyTree]:
@@ -92,11 +92,11 @@ def _parts(x: PyTree, kind: type) -> Iterable[PyTree]:
     return ()
 
 
-def _references(seen: dict[int, object], key: int) -> int:
-    return sys.getrefcount(seen[key])
+def _references(visited: dict[int, object], key: int) -> int:
+    return sys.getrefcount(visited[key])
 
 
-# The reference count of an object that only `seen` refers to depends on the interpreter.
+# The reference count of an object that only `visited` refers to depends on the interpreter.
 _ALONE = _references({0: object()}, 0)
 
 

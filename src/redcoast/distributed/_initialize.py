@@ -213,7 +213,7 @@ def _with_torchrun(job: _Job) -> _Job:
     if not host or not numbers or int(processes) < 2:
         return job
     # On the port itself, torchrun's agent may listen.
-    taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    uses_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if ":" in host and not host.startswith("["):  # an IPv6 address
         host = f"[{host}]"
     local_id, rank = None, os.environ.get("LOCAL_RANK", "").strip()
@@ -221,7 +221,7 @@ def _with_torchrun(job: _Job) -> _Job:
         local_id = int(rank)
     return _fill(
         job,
-        coordinator=f"{host}:{int(port) + taken}",
+        coordinator=f"{host}:{int(port) + uses_agent_store}",
         processes=int(processes),
         process_id=int(number),
         local_id=local_id,

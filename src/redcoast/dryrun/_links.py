@@ -153,16 +153,16 @@ def _torus(target: TargetDevices, chips: Int[np.ndarray, "chips dimensions"]) ->
     total = 0.0
     of_cubes = all(size % 4 == 0 for size in target.shape)
     for dimension, size in enumerate(target.shape):
-        taken = np.unique(chips[:, dimension])
-        if len(taken) == 1:
+        positions = np.unique(chips[:, dimension])
+        if len(positions) == 1:
             continue
         # If the chips of other groups are in between, all these groups share each link.
-        step = int(np.diff(taken).min())
+        step = int(np.diff(positions).min())
         wraps = of_cubes
         if target.chip.torus == 2:
             wraps = size == 16
         links = 1
-        if wraps and len(taken) * step == size:
+        if wraps and len(positions) * step == size:
             links = 2  # in a ring, every chip has two neighbours
         total += target.chip.link_bandwidth * links / step
     return total

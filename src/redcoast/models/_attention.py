@@ -226,8 +226,8 @@ def attend(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     # The smallest finite number instead of -inf: queries that see no key must not get NaN.
-    seen = jnp.expand_dims(visible, range(1, scores.ndim - 2))
-    scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+    grouped_mask = jnp.expand_dims(visible, range(1, scores.ndim - 2))
+    scores = jnp.where(grouped_mask, scores, jnp.finfo(scores.dtype).min)
     if sinks is None:
         weights = jax.nn.softmax(scores)
     else:

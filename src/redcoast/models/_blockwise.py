@@ -181,16 +181,16 @@ def _visible_blocks(
 ) -> tuple[tuple[int, int], ...]:
     """The pairs of blocks in which a query may see a key."""
     i, j = np.indices((-(-queries // rows), -(-keys // columns)))
-    seen = np.ones(i.shape, bool)  # (blocks of queries, blocks of keys)
+    visible = np.ones(i.shape, bool)  # (blocks of queries, blocks of keys)
     if view.slots is not None:
         # The slots are known only when the program runs.
         return tuple(np.ndindex(i.shape))
     if view.causal:
-        seen &= j * columns < (i + 1) * rows
+        visible &= j * columns < (i + 1) * rows
     if view.window is not None:
-        seen &= (j + 1) * columns > i * rows - view.window + 1  # before the window
-        seen &= j * columns < (i + 1) * rows + view.window - 1  # behind the window
-    return tuple(zip(i[seen].tolist(), j[seen].tolist(), strict=True))
+        visible &= (j + 1) * columns > i * rows - view.window + 1  # before the window
+        visible &= j * columns < (i + 1) * rows + view.window - 1  # behind the window
+    return tuple(zip(i[visible].tolist(), j[visible].tolist(), strict=True))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -221,10 +221,10 @@ def _forward(
         i, j = at[0], at[1]
         # What the blocks of keys before this one have added for these queries.
         largest, total, out = (_take(x, i, options.rows, 3) for x in carry)
-        scores, seen, factors, _ = _block(options, q, k, own, fixed, i, j)
-        scores = jnp.where(seen, scores, empty)
+        scores, visible, factors, _ = _block(options, q, k, own, fixed, i, j)
+        scores = jnp.where(visible, scores, empty)
         new = jnp.maximum(largest, jnp.max(scores, axis=-1))  # (batch, kv_heads, groups, rows)
-        weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0)
+        weights = jnp.where(visible, jnp.exp(scores - new[..., None]), 0)
         shrink = jnp.exp(largest - new)  # of what was summed with a smaller maximum
         total = total * shrink + jnp.sum(weights, axis=-1)
         # Dropout is of the weights after the softmax, so the total is without it.
@@ -261,9 +261,9 @@ def _backward(
         q_grad, k_grad, v_grad, own_grad, *sums = carry
         of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
         of_columns = lambda x: _take(x, j, options.columns, 1)
-        scores, seen, factors, pull = _block(options, q, k, own, fixed, i, j)
+        scores, visible, factors, pull = _block(options, q, k, own, fixed, i, j)
         # The weights of the forward pass, which were not saved.
-        weights = jnp.where(seen, jnp.exp(scores - of_rows(log_sum, 3)[..., None]), 0)
+        weights = jnp.where(visible, jnp.exp(scores - of_rows(log_sum, 3)[..., None]), 0)
         grad = of_rows(out_grad)
         v_part = _product("bngst,bsngd->btnd", weights * factors, grad)
         change = _product("bsngd,btnd->bngst", grad, of_columns(v)) * factors

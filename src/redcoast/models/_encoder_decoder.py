@@ -117,12 +117,14 @@ class EncoderDecoder(CrossDecoder):
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
         encoder_key, key = split_key(key, 2)
-        seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
+        cross_visible = cross_view(
+            tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments
+        )
         memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
         real = _real(self, decoder_tokens, decoder_mask, decoder_segments)
         visible = causal_view(real, segments=decoder_segments)  # (batch, queries, keys), or a view
         positions = count_positions(real, decoder_segments)  # (batch, decoder_seq)
-        cross = (memory, None, seen)
+        cross = (memory, None, cross_visible)
         return self._run(self.decoder, decoder_tokens, positions, visible, cross, None, key)[0]
 
     def encode(

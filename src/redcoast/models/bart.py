@@ -113,7 +113,7 @@ class Bart(EncoderDecoder):
         x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)  # (batch, seq, width)
         x = dropout(x, c.dropout, embed_key)
         # The memory's keys and values come from a cache or are computed in each layer.
-        memory, stored, seen = cross
+        memory, stored, cross_visible = cross
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -124,7 +124,7 @@ class Bart(EncoderDecoder):
             if layer.cross is not None:
                 if kv is None:
                     kv = keys_values(layer.cross, memory)
-                x = _attention(layer.cross, x, kv, seen, keys[1], c)
+                x = _attention(layer.cross, x, kv, cross_visible, keys[1], c)
             x = x + mlp_output(layer, x, c, keys[2])
             return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS), cache
 

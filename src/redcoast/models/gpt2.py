@@ -199,10 +199,13 @@ class GPT2(TableHead):
         embed_key, key = split_key(key, 2)
         x = look_up(self.embed, tokens) + look_up(self.position_embed, positions)
         x = dropout(x, c.embed_dropout, embed_key)
-        stored, seen = [None, None], None  # the keys and values of the memory in all layers
+        stored, cross_visible = (
+            [None, None],
+            None,
+        )  # the keys and values of the memory in all layers
         if cross is not None:
             *stored, real = cross
-            seen = full_view(real)
+            cross_visible = full_view(real)
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -210,7 +213,7 @@ class GPT2(TableHead):
             y, cache = _attention(layer.attention, x, visible, cache, index, keys[0], c)
             x = x + y
             if layer.cross is not None:
-                x = x + _attention(layer.cross, x, seen, None, index, keys[1], c, kv=kv)[0]
+                x = x + _attention(layer.cross, x, cross_visible, None, index, keys[1], c, kv=kv)[0]
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
             y = feed_forward(layer, y, c.activation)
             return x + dropout(y, c.residual_dropout, keys[2]), cache

@@ -167,7 +167,7 @@ class T5(EncoderDecoder):
         embed_key, key, last_key = split_key(key, 3)
         x = dropout(look_up(self.embed, tokens), c.dropout, embed_key)  # (batch, seq, width)
         # The memory's keys and values come from a cache or are computed in each layer.
-        memory, stored, seen = cross
+        memory, stored, cross_visible = cross
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -179,7 +179,7 @@ class T5(EncoderDecoder):
                 y = rms_norm(x, layer.cross.norm, c.norm_eps)
                 if kv is None:
                     kv = keys_values(layer.cross, memory)
-                x = x + _attention(layer.cross, y, kv, seen, None, keys[1], c)
+                x = x + _attention(layer.cross, y, kv, cross_visible, None, keys[1], c)
             hidden_key, out_key = split_key(keys[2], 2)
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             up = product("bsd,dh->bsh", y, layer.up)  # (batch, seq, hidden)

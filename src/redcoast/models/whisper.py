@@ -184,9 +184,11 @@ class Whisper(CrossDecoder):
         encoder_key, key = split_key(key, 2)
         memory = self.encode(features, mask=mask, key=encoder_key)
         real = real_tokens(decoder_tokens.shape, decoder_mask)
-        seen = full_view(real_tokens(memory.shape, None))
+        cross_visible = full_view(real_tokens(memory.shape, None))
         view = count_positions(real), causal_view(real)
-        return self._run(self.decoder, decoder_tokens, *view, (memory, None, seen), None, key)[0]
+        return self._run(
+            self.decoder, decoder_tokens, *view, (memory, None, cross_visible), None, key
+        )[0]
 
     def encode(
         self, features: Float[AnyArray, "batch mels frames"], *, mask: None = None, key: Key = None
@@ -222,7 +224,7 @@ class Whisper(CrossDecoder):
     def _layers(self, stack, x, visible, cross, cache, key):
         c = self.config
         # The memory's keys and values come from a cache or are computed in each layer.
-        memory, stored, seen = cross
+        memory, stored, cross_visible = cross
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
@@ -235,7 +237,7 @@ class Whisper(CrossDecoder):
                 if kv is None:
                     kv = keys_values(layer.cross, memory)
                 q = queries(layer.cross, _norm(layer.cross, x))
-                x = x + attention_output(layer.cross, q, kv, seen, c, keys[1])
+                x = x + attention_output(layer.cross, q, kv, cross_visible, c, keys[1])
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS)
             return x + mlp_output(layer, y, c, keys[2]), cache
 

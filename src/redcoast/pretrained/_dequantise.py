@@ -92,13 +92,13 @@ def read_mxfp4(blocks: Stored, scales: Stored, box: Box, out: np.ndarray) -> Non
     powers = _HALF_POWERS[exponents][..., None]
     # The groups are read whole, and may begin before the inputs and end after them.
     first = inputs.start - groups.start * size
-    wanted = slice(first, first + inputs.stop - inputs.start)
+    inside = slice(first, first + inputs.stop - inputs.start)
     for expert in range(len(raw)):
         for rows in _ranges(raw.shape[1], prod(raw.shape[2:]) * 2):
             pairs = _PAIRS[raw[expert, rows]].view(np.float32)  # (outputs, groups, numbers)
             with np.errstate(**_QUIET):
                 pairs *= powers[expert, rows]
-            values = pairs.reshape(len(pairs), -1)[:, wanted].astype(out.dtype)  # (outputs, inputs)
+            values = pairs.reshape(len(pairs), -1)[:, inside].astype(out.dtype)  # (outputs, inputs)
             _bits(out)[expert, :, rows] = _bits(values).T
 
 

@@ -168,10 +168,10 @@ def _bytes_of_signs() -> dict[str, int]:
     """Maps the characters of byte-level tokenizers to bytes: printable bytes are themselves, and
     the others are, in order, characters from 256 on."""
     # Those that GPT-2's tokenizer shows as they are: `bytes_to_unicode` of its `encoder.py`.
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table, after = {}, 256
     for byte in range(256):
-        if byte in seen:
+        if byte in printable:
             table[chr(byte)] = byte
         else:
             table[chr(after)] = byte

@@ -99,9 +99,9 @@ def find_places(
         last = offset = 0
         if rest:
             last = len(filled)
-            for number, (others, taken) in enumerate(filled):
-                if others == axes and taken + rest <= devices:
-                    last, offset = number, taken
+            for number, (others, filled_devices) in enumerate(filled):
+                if others == axes and filled_devices + rest <= devices:
+                    last, offset = number, filled_devices
                     break
             filled[last:] = [(axes, offset + rest), *filled[last + 1 :]]
         places.append(MatrixPlace(axes, count, rounds, rest, last, offset))

@@ -50,13 +50,13 @@ def _is_tree_of_labels(x: object) -> bool:
 
 def _cells(optimizer: object) -> Iterator[types.CellType]:
     """Yields the closure cells of an optimizer and of its parts."""
-    waiting, seen = [optimizer], set()
-    while waiting and len(seen) < _MOST:
+    waiting, visited = [optimizer], set()
+    while waiting and len(visited) < _MOST:
         x = waiting.pop()
         # Functions may refer to each other in a circle.
-        if id(x) in seen:
+        if id(x) in visited:
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         if isinstance(x, ft.partial):
             waiting += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, types.MethodType):

@@ -113,13 +113,13 @@ def _mesh_groups(text: str) -> np.ndarray:
     over: list[int] = []  # the dimensions that groups are along
     group_size = 1
     for axis, size in axes.items():
-        done = 1
+        slower = 1
         for before, factor in sorted(factors[axis]):
             over.append(len(dims) + 1)
             group_size *= factor
-            dims += [before // done, factor]
-            done = before * factor
-        dims.append(size // done)
+            dims += [before // slower, factor]
+            slower = before * factor
+        dims.append(size // slower)
     rest = [dim for dim in range(len(dims)) if dim not in over]
     # A transposed array, `[4,2]T(1,0)`, or a list.
     written = match["ids"]

@@ -74,6 +74,7 @@ def test_a_full_buffer_keeps_the_newest_transitions(script):
     )
 
 
+@pytest.mark.thorough
 def test_samples_are_of_each_environment_and_never_of_empty_places(script):
     replay = script("_replay")
     buffer = replay.empty_buffer(3, 8, reward=())

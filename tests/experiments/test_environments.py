@@ -56,6 +56,7 @@ def test_episodes_start_from_gymnasiums_distribution(environments):
         assert environment.limit == spec.max_episode_steps
 
 
+@pytest.mark.thorough
 def test_an_episode_that_ends_is_followed_by_the_next(environments):
     environment = environments.ENVIRONMENTS["CartPole-v1"]
     step = jax.jit(lambda *args: environments.step_envs(environment, *args))

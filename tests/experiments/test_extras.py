@@ -1,6 +1,7 @@
 """Each experiment finds the packages that it imports, or names the extra that installs them."""
 
 import ast
+import functools as ft
 import re
 import sys
 import tomllib
@@ -28,6 +29,7 @@ def installed_by(requirements):
     return reached
 
 
+@ft.cache  # most packages need the same few
 def _needs(name):
     try:
         return [x for x in requires(name) or () if "extra ==" not in x]

@@ -125,6 +125,7 @@ def scaffold(c, weights, batches, clients):
         yield weights, of_clients.copy()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", few_of(METHODS, "scaffold"))
 def test_rounds_are_those_of_the_paper(start, method):
     found = start(method, stragglers=0.5)

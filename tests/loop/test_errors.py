@@ -300,6 +300,7 @@ def params(model):
     return eqx.filter(model, eqx.is_inexact_array)
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("devices", [1, 8])
 def test_each_note_appears_once_and_each_error_too(devices):
     """Also where a loss takes steps of its own, and where it is traced twice."""

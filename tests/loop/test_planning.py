@@ -69,6 +69,7 @@ def test_losses_are_one_devices():
         np.testing.assert_allclose(losses(mesh), one, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_evaluate_and_predict_plan_as_well():
     options = {"collate_fn": collate_fn, "batch_size": 24}
     one, many = rc.make_mesh(devices=jax.devices()[:1]), rc.make_mesh(model=4)

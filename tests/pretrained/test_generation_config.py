@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from grids import few_of
 
 import redcoast as rc
 from redcoast.models import Bart, BartConfig, Llama, LlamaConfig
@@ -130,7 +131,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", few_of(ODD, *list(ODD)[::3]))
 def test_odd_options_leave_the_others_and_the_weights(name, saved):
     """The weights do not need them, and `transformers` loads such files. The warning says what the
     file says, and no default."""

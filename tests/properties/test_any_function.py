@@ -170,7 +170,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(FUNCTIONS, *list(FUNCTIONS)[::6]))
+@pytest.mark.parametrize("name", few_of(FUNCTIONS, *list(FUNCTIONS)[::12]))
 def test_any_operation(name):
     check(lambda p, x, key: FUNCTIONS[name](x @ p["a"]), WEIGHTS, BATCH)
 

@@ -159,6 +159,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", few_of(TRANSFORMS, "nothing else divides"))
 def test_fourier_transforms_along_the_batch_run(name):
     """XLA's partitioning of a transform along a split dimension can end the process."""

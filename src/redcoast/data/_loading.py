@@ -16,6 +16,7 @@ from ..core._errors import check_integer
 from ..core._iterate import map_in_threads
 from ..core._owned import copied
 from ..distributed._arrays import own_rows, place_batch, place_rows, stays_on_host
+from ..distributed._heartbeat import has_read
 from ..distributed._mesh import batch_shards
 from ._collate import (
     BatchForm,
@@ -259,9 +260,14 @@ def stream_batches(
                     "The part of `examples` that this process reads has ended before the last "
                     "step. Return an iterable to `split_by_host`, which can be read again."
                 )
+            if parts == 1:
+                for epoch, count in reader.ended:
+                    has_read("examples", epoch, position + count, ended=True)
             if not examples:
                 return
             position += len(examples) * parts
+            if parts == 1:
+                has_read("examples", stream.epoch, position)
             yield _Read(position, examples, reader.state, reader.epoch)
 
     def make(batch: _Read) -> Loaded:
@@ -336,7 +342,7 @@ def ordered_batches(
     assert batch_size is not None
     source = read_source(examples, epochs=1, name=name)
     if isinstance(source, Stream):
-        return _ordered_stream(source, collating, batch_size, mesh, threads)
+        return _ordered_stream(source, collating, batch_size, mesh, threads, name)
     reading = InTurn()
 
     def make(bounds: tuple[int, int]) -> Loaded:
@@ -411,9 +417,19 @@ def unbatched(batch: PyTree) -> Iterator[PyTree]:
             yield foreign_to_numpy(batch[i])
 
 
+# How often streams were read in order. All processes do so together, and count alike.
+_rounds = itertools.count()
+
+
 def _ordered_stream(
-    stream: Stream, collating: Collating, batch_size: int, mesh: Mesh, threads: Threads
+    stream: Stream,
+    collating: Collating,
+    batch_size: int,
+    mesh: Mesh,
+    threads: Threads,
+    name: str,
 ) -> Generator[Loaded, None, None]:
+    number = -1 - next(_rounds)  # a stream of this name may be trained on, in epochs 0, 1, ...
     reader = StreamReader(stream, used=threads.batches)
     shards = batch_shards(mesh)
 
@@ -423,6 +439,8 @@ def _ordered_stream(
             for begin, end in chunks(len(examples), batch_size, shards):
                 yield start + begin, examples[begin:end]
             start += len(examples)
+            has_read(name, number, start)
+        has_read(name, number, start, ended=True)
 
     def make(batch: tuple[int, list[PyTree]]) -> Loaded:
         start, examples = batch

@@ -425,6 +425,7 @@ class StreamReader:
     - `used`: the number of calls whose examples may still be used.
     - `epoch`: the epoch of the first example of the last call.
     - `state`: the encoded state after the last example.
+    - `ended`: the epochs that ended in the last call, each with the number of examples before.
     """
 
     def __init__(self, stream: Stream, *, used: int = 0):
@@ -434,6 +435,8 @@ class StreamReader:
             maxlen=used
         )
         self.state = encode_stream_state(stream.get_state())
+        self.ended: list[tuple[int, int]] = []
+        self._last_epoch = stream.epoch  # of the examples that were read before
 
     def __call__(self, count: int) -> list[PyTree]:
         """Returns the next examples, fewer than `count` at the end of the stream."""
@@ -451,15 +454,22 @@ class StreamReader:
                 self._copies = True
                 self._stream.set_state(decode_stream_state(self.state))
                 examples = self._read(count)
+        self._last_epoch = self._stream.epoch
         self.state = encode_stream_state(self._stream.get_state())
         return examples
 
     def _read(self, count: int) -> list[PyTree]:
         examples: list[PyTree] = []
+        epoch, self.ended = self._last_epoch, []
         for i, example in zip(range(count), self._stream, strict=False):
+            if self._stream.epoch != epoch:
+                self.ended.append((epoch, i))
+                epoch = self._stream.epoch
             if i == 0:
-                self.epoch = self._stream.epoch
+                self.epoch = epoch
             if self._copies:
                 example = copied(example)
             examples.append(example)
+        if len(examples) < count:
+            self.ended.append((epoch, len(examples)))
         return examples

@@ -37,6 +37,30 @@ _OF_A_COLLECTIVE = re.compile(
 # The current activity of each thread of this process, and when it started.
 _doing: dict[int, tuple[str, float]] = {}
 
+# What this process has read of each stream, `{name: (epoch, examples)}`, and where its epochs
+# ended, `{name: {epoch: examples}}`.
+_read: dict[str, tuple[int, int]] = {}
+_ends: dict[str, dict[str, int]] = {}
+
+
+def has_read(name: str, epoch: int, examples: int, *, ended: bool = False) -> None:
+    """Publishes how many examples of a stream this process has read.
+
+    All processes must read as many in each epoch. Where one ends before another, they would wait
+    for each other forever, or use rows of different batches.
+
+    - `name`: the argument, such as `examples`.
+    - `epoch`: the epoch, or the number of the evaluation.
+    - `examples`: their number, from a place that is the same in all processes.
+    - `ended`: whether the epoch has ended after them.
+    """
+    if jax.process_count() == 1:
+        return
+    if ended:
+        _ends.setdefault(name, {})[str(epoch)] = examples  # JSON has no other keys
+    else:
+        _read[name] = (epoch, examples)
+
 
 class doing:  # used like a function; a generator would take longer for each batch
     """Publishes what this thread is doing, so that the other processes can warn if it is slow."""
@@ -118,6 +142,8 @@ class _Watch:
 
     def __enter__(self) -> "_Watch":
         reset_failures()
+        _read.clear()
+        _ends.clear()
         self._thread.start()
         return self
 
@@ -132,7 +158,10 @@ class _Watch:
     def _run(self) -> None:
         for beat in range(sys.maxsize):
             try:
-                _publish({"beat": beat, "host": socket.gethostname(), "doing": _longest()})
+                beat_of_this = {"beat": beat, "host": socket.gethostname(), "doing": _longest()}
+                # Copies, because other threads add to them.
+                ends = {name: dict(of_epoch) for name, of_epoch in list(_ends.items())}
+                _publish(beat_of_this | {"ends": ends})
                 reason = self._look()
             except jax.errors.JaxRuntimeError as error:
                 reason = (
@@ -157,6 +186,9 @@ class _Watch:
                 self._seen.pop(other, None)
                 continue
             self._hosts[other] = message["host"]
+            if (reason := self._compare(other, message["ends"])) is not None:
+                report_failure(ValueError(reason))
+                return reason
             # Times of this machine only: clocks of several machines differ.
             if self._seen.get(other, (None, 0.0))[0] != beat:
                 self._seen[other] = (beat, now)
@@ -164,6 +196,21 @@ class _Watch:
         for other, (_, since) in self._seen.items():
             if now - since > DEAD:
                 return f"{self._name(other)} has died: no heartbeat for {now - since:.0f} s."
+        return None
+
+    def _compare(self, other: int, ends: dict[str, dict[str, int]]) -> str | None:
+        """Returns in which stream another process has not as many examples as this one."""
+        for name, of_epoch in ends.items():
+            epoch_now, count = _read.get(name, (None, 0))
+            for epoch, length in of_epoch.items():
+                own = _ends.get(name, {}).get(epoch)
+                has_more = own is None and epoch_now == int(epoch) and count > length
+                if has_more or own not in (None, length):
+                    return (
+                        f"`{name}` gave {length} examples on process {other}, and {own or 'more'} "
+                        f"on process {jax.process_index()}. A stream must give the same examples "
+                        "on all processes; with `split_by_host`, each has its own."
+                    )
         return None
 
     def _warn(self, other: int, activity: Sequence[Any] | None) -> None:

@@ -68,24 +68,26 @@ PROGRAMS = {
 
 
 def main(platforms: tuple[Platform, ...], /, page: Path | None = None) -> None:
-    """Prints a table.
+    """Prints a table for each platform.
 
     Args:
         platforms: The compilers to use.
-        page: A page of `docs/measured/` to write the table into.
+        page: A page of `docs/measured/` to write the tables into.
     """
-    heads = ("device", "mesh", "model", "dtype", "MB of temporaries", "GB accessed", "collectives")
-    table = Printed()
-    table.add(f"| {' | '.join(heads)} |", "| --- | --- | --- | --- | ---: | ---: | ---: |")
     for platform in platforms:
         devices = target_devices(platform)
+        table = Printed()
+        table.add(
+            f"| on {platform} | mesh | dtype | MB of temporaries | GB accessed | collectives |",
+            "| --- | --- | --- | ---: | ---: | ---: |",
+        )
         for data, model in ((1, 1), (2, 2)):
             mesh = rc.make_mesh(data=data, model=model, devices=devices[: data * model])
             for name, program in PROGRAMS.items():
                 for dtype in program.dtypes:
-                    row = (platform, f"{data}x{model}", name, dtype, *measure(program, mesh, dtype))
+                    row = (name, f"{data}x{model}", dtype, *measure(program, mesh, dtype))
                     table.row(*row)
-    table.write(page, "step_ahead")
+        table.write(page, platform)
 
 
 def measure(program: Program, mesh: Mesh, dtype: str) -> tuple[str, str, str]:

@@ -240,9 +240,11 @@ def fit(
         state, saved = restore_or_create(checkpointer, run_plan, abstract, create)
         place_data(data, state, saved, checkpoints)
         best = best_so_far(early_stopping, checkpoints, saved)
+        # What they hold, such as a counter, may change in the loop.
+        functions = settings.functions_of_results(state.model)
         if saved is not None:
             quiet = printer.quiet
-            warn_of_settings(settings, saved, state)
+            warn_of_settings(settings, functions, saved, state)
             warn_of_resumption(settings, model_or_state, key, abstract, state, data, quiet=quiet)
         is_over = best is not None and best.is_over
         run = run_of_fit(training, run_plan, data, abstract, checkpointer.directory, saved, is_over)
@@ -267,6 +269,7 @@ def fit(
             checkpointer,
             reader,
             stopping,
+            functions,
             is_due=bool(saved and saved.get("due")),
         )
         # A run that early stopping ended stays ended when it is resumed.

@@ -12,6 +12,9 @@ from jaxtyping import PyTree
 
 from ..distributed._agreement import checksum
 
+# Of larger collections, such as the words of a tokenizer, only the number of items counts.
+_LARGEST = 10_000
+
 
 def code_checksum(fn: object) -> str | None:
     """A checksum of a function's code, not including the functions that it calls."""
@@ -55,6 +58,8 @@ def _parts(x: PyTree, seen: dict[int, object]) -> Iterator[bytes]:
         held += map(_contents, x.__closure__ or ())
     elif isinstance(x, ft.partial):
         held += [x.func, x.args, x.keywords]
+    elif isinstance(x, list | tuple | Mapping) and len(x) > _LARGEST:
+        yield str(len(x)).encode()
     elif isinstance(x, list | tuple):
         held += x
     elif isinstance(x, Mapping):

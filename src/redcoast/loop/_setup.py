@@ -258,9 +258,14 @@ def warn_of_resumption(
         )
 
 
-def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainState) -> None:
-    """Warns if a run that is resumed has other settings than those that its checkpoint was saved
-    with, so that its results are not those of an uninterrupted run."""
+def warn_of_settings(
+    settings: RunSettings, functions: dict[str, str], saved: JSONObject, restored: TrainState
+) -> None:
+    """Warns if a run that is resumed has other settings or functions than those that its checkpoint
+    was saved with, so that its results are not those of an uninterrupted run.
+
+    `functions` are the checksums of functions at the start of this run.
+    """
     now = settings.of_results
     before = saved.get(SETTINGS, now)  # checkpoints of version 0.1.0 have none
     changed = [name for name in now if name in before and before[name] != now[name]]
@@ -273,9 +278,8 @@ def warn_of_settings(settings: RunSettings, saved: JSONObject, restored: TrainSt
             several([f"{name}={before.get(name)}" for name in changed]),
             int(restored.step),
         )
-    checksums = settings.functions_of_results(restored.model)
-    before = saved.get(FUNCTIONS, checksums)
-    others = [f"`{name}`" for name in checksums if before.get(name) != checksums[name]]
+    before = saved.get(FUNCTIONS, functions)
+    others = [f"`{name}`" for name in functions if before.get(name) != functions[name]]
     if others and is_main():
         logger.warning(
             "The run goes on with another %s than up to step %d, where it is resumed: functions, "

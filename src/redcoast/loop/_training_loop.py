@@ -37,6 +37,7 @@ class _Postponed(Exception):  # no error
 class TrainingLoop:
     """The parts of a run that is ready to train, and where it is.
 
+    - `functions`: the checksums of the functions that change the results.
     - `is_due`: whether an evaluation of the last step is still to be made, since a run that a
         signal stops does not wait for it.
     """
@@ -50,6 +51,7 @@ class TrainingLoop:
     checkpointer: Checkpointer
     reader: MetricsReader
     stopping: StopRequest  # whether a signal or a logger asks the run to stop
+    functions: dict[str, str]
     is_due: bool = False
     done: StepTaken | None = None  # the last step of this run; `None` before the first
     _explains_nan: bool = True
@@ -250,11 +252,10 @@ class TrainingLoop:
         # Where the data is after this step, and not where it was read ahead to.
         saved = {**self.data.gather_state(self.done.batch.state), "due": self.is_due}
         saved[SETTINGS] = self.settings.of_results
-        state = self.done.state
-        saved[FUNCTIONS] = self.settings.functions_of_results(state.model)
+        saved[FUNCTIONS] = self.functions
         if self.best is not None:
             saved[SAVED] = self.best.saved
-        self.checkpointer.save(self.done.number, state, saved, metrics)
+        self.checkpointer.save(self.done.number, self.done.state, saved, metrics)
 
     def _rescued(self, doubtful: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
         """Saves the state if a function of the user raises."""

@@ -40,8 +40,11 @@ def start(c: Any, name: str, *, split: Mapping[str, int] | None = None) -> Start
 
     `split` has options, such as `--num-envs`, that are numbers of rows of sharded arrays.
     """
-    rc.initialize(**vars(c.run.hosts))
-    mesh = read_mesh(c.run.mesh)
+    try:
+        rc.initialize(**vars(c.run.hosts))
+        mesh = read_mesh(c.run.mesh)
+    except ValueError as error:
+        refuse(str(error))
     refuse_uneven(mesh, split or {})
     root = c.run.directory or Path("runs") / name
     directory = run_directory(root, resume=c.run.resume, config=c)
@@ -95,7 +98,10 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
         name = newest_name(root)
     directory = existing_run(root, broadcast_text(name))
     if config is not None and jax.process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=resume)
+        try:
+            directory.mkdir(parents=True, exist_ok=resume)
+        except OSError as error:
+            refuse(f"The directory of the run cannot be created: {error}")
         # Of a resumed run too: its options may have been changed.
         text = json.dumps(asdict(config), default=str, indent=2)
         (directory / "config.json").write_text(text)

@@ -23,6 +23,31 @@ T = TypeVar("T")
 # An optional value; the text of the option says what is used by default.
 Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
+
+
+@dataclass(frozen=True)
+class Least:
+    """The smallest number that an option may be; without it, that is 1 for an integer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Exists:
+    """Says of a path that it must exist, unless it is one of these names."""
+
+    names: tuple[str, ...] = ()
+
+    def is_met(self, value: str | Path) -> bool:
+        return str(value) in self.names or Path(value).exists()
+
+
+FromZero = Annotated[int, Least(0)]
+Seed = Annotated[int, Least(-(2**63))]
+Existing = Annotated[Path, Exists()]
+Weights = Annotated[str, Exists(("smollm2",))]
+Images = Annotated[str, Exists(("digits", "mnist"))]
+Encoder = Annotated[Path, Exists(("minilm",))]
 STYLE = (tyro.conf.DisallowNone,)
 # Modules with options; all others that a script imports, except Python's own, are slow.
 FAST = ("tyro", "_options", "redcoast_cli._options")
@@ -34,7 +59,7 @@ class Hosts:
 
     coordinator: Maybe[str] = None  # host:port of process 0; by default from the launcher
     processes: Maybe[int] = None  # number of processes; by default from the launcher
-    process_id: Maybe[int] = None  # index of this process, from 0; by default from the launcher
+    process_id: Maybe[FromZero] = None  # index of this process; by default from the launcher
     local_devices: Maybe[int] = None  # emulate this many CPU devices in each process
 
 
@@ -50,7 +75,7 @@ class Run:
     resume: bool = False  # resume the newest run with its options, unless you pass others
     wandb: bool = False  # log to Weights & Biases (to a local file without an account)
     tensorboard: bool = False  # write event files for TensorBoard to the run's directory
-    seed: int = 0  # random seed for the parameters, the data order and all else that is random
+    seed: Seed = 0  # random seed for the parameters, the data order and all else that is random
     hosts: HostsOptions = field(default_factory=Hosts)
 
 
@@ -67,6 +92,7 @@ def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
             return tyro.cli(config, config=STYLE, args=args, **usage, **default)
 
     c = read_options()
+    refuse_impossible(c)
     if not (hasattr(c, "run") and c.run.resume):
         return c
     root = c.run.directory or Path("runs") / script.stem
@@ -75,6 +101,42 @@ def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
     # Another process, or another launcher, has another address and index.
     stored["run"]["hosts"] = {"local_devices": stored["run"]["hosts"].get("local_devices")}
     return read_options(default=from_json(config, stored))
+
+
+def refuse_impossible(options: Any) -> None:
+    """Ends the program if a number is out of range, or a file is missing that must exist."""
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for option in dataclasses.fields(options):
+        value = getattr(options, option.name)
+        name = f"--{option.name.replace('_', '-')}"
+        least, exists = limits(hints[option.name])
+        if dataclasses.is_dataclass(value):
+            refuse_impossible(value)
+        elif isinstance(value, float) and not value >= 0:  # NaN is neither
+            refuse(f"{name} must be a number from 0 on, but is {value}.")
+        elif type(value) is int and value < least.number:
+            refuse(f"{name} must be at least {least.number}, but is {value}.")
+        elif exists and value is not None and not exists.is_met(value):
+            refuse(f"{name} is {value}, which does not exist.")
+
+
+def limits(hint: Any) -> tuple[Least, Exists | None]:
+    """What the annotations of an option say of its values."""
+    least, exists = Least(1), None
+    for mark in marks(hint):
+        if isinstance(mark, Least):
+            least = mark
+        if isinstance(mark, Exists):
+            exists = mark
+    return least, exists
+
+
+def marks(hint: Any) -> list[Any]:
+    """The annotations of a type, also those of an optional value."""
+    said = list(getattr(hint, "__metadata__", ()))
+    for inner in typing.get_args(hint):
+        said += marks(inner)
+    return said
 
 
 def newest_run(root: Path) -> Path:

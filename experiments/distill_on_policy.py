@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import exit_if_stopped, make_optimizer, report, start
 from _learner import mesh_of, prepare, run_learner, split_keys
-from _options import Maybe, refuse
+from _options import FromZero, Maybe, Weights, refuse
 from _plots import plot_metric
 from _policies import accuracy, imitating_policy, published_policy, token_logits
 from _rollouts import blank_rollout, choose_problems, learned_tokens, roll_out
@@ -32,12 +32,12 @@ TRAINABLE = {"student": True, "teacher": False}
 class Config:
     task: Literal["sums", "word_problems", "programs"] = "sums"  # problems to answer
     test_problems: int = 512  # number of held-out problems
-    weights: Maybe[str] = None  # student: smollm2, a directory or a .gguf file; else imitation
-    teacher_weights: Maybe[str] = None  # teacher with the same tokens, given like --weights
+    weights: Maybe[Weights] = None  # student: smollm2, a directory or a .gguf file; else imitation
+    teacher_weights: Maybe[Weights] = None  # teacher with the same tokens, given like --weights
     width: int = 64  # width of the small student, a multiple of 32 (without weights)
     teacher_width: int = 128  # width of the small teacher, a multiple of 32 (without weights)
-    imitation_steps: int = 1000  # number of steps in which the small student imitates answers
-    teacher_steps: int = 1500  # number of steps in which the small teacher imitates answers
+    imitation_steps: FromZero = 1000  # number of steps in which the small student imitates answers
+    teacher_steps: FromZero = 1500  # number of steps in which the small teacher imitates answers
     estimate: Literal["full", "sampled"] = "full"  # over all tokens, or the sampled one
     batch_size: int = 128  # number of answers in a step, each to another prompt
     max_tokens: int = 4  # maximum number of tokens in an answer

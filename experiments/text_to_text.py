@@ -4,7 +4,6 @@ import itertools as it
 import re
 import unicodedata
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import _options
@@ -14,7 +13,7 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, save_samples, start
 from _extras import from_extra
-from _options import Maybe
+from _options import Existing, Maybe
 from _packages import fetch
 from _published import read_tokenizer
 from _tokenizers import END, PAD, encode, train_tokenizer
@@ -32,7 +31,7 @@ with from_extra("text"):
 class Config:
     data: Literal["characters", "bible"] = "characters"  # names to parts, or old to new English
     model: Literal["t5", "bart"] = "t5"  # architecture (without weights)
-    weights: Maybe[Path] = None  # Hugging Face directory to fine-tune
+    weights: Maybe[Existing] = None  # Hugging Face directory to fine-tune
     seq: int = 32  # maximum length in tokens (use about 64 for the bible)
     vocab: int = 1000  # vocabulary size of the tokenizer (without weights)
     width: int = 96  # size of the residual stream, a multiple of 32 (without weights)

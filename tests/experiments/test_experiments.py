@@ -128,6 +128,37 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
     assert ran.stderr.count("--stepz") >= len(SCRIPTS)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("language_modeling", ["--batch-size", "0"], "--batch-size must be at least 1, but is 0"),
+        ("language_modeling", ["--learning-rate", "nan"], "--learning-rate must be a number from"),
+        ("language_modeling", ["--process-id", "-1"], "--process-id must be at least 0"),
+        ("language_modeling", ["--text", "missing"], "--text is missing, which does not exist"),
+        ("maml", ["--steps", "-3"], "--steps must be at least 1, but is -3"),  # it may be left out
+        ("grpo", ["--rank", "-1"], "--rank must be at least 0, but is -1"),
+        ("grpo", ["--weights", "missing"], "--weights is missing, which does not exist"),
+        ("image_classification", ["--data", "digit"], "--data is digit, which does not exist"),
+    ],
+)
+def test_impossible_values_are_refused_as_unknown_options_are(script, capsys, name, given, words):
+    """With exit code 2 and one sentence; they were errors of a run that had been started."""
+    module, options = script(name), script("_options")
+    with pytest.raises(SystemExit) as stopped:
+        options.parse(module.Config, "", given)
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_values_at_the_limits_are_taken(script):
+    options = script("_options")
+    c = options.parse(script("grpo").Config, "", ["--rank", "0", "--weights", "smollm2"])
+    assert (c.rank, c.weights, c.run.seed) == (0, "smollm2", 0)
+    given = ["--seed", "-1", "--shift", "0", "--learning-rate", "0", "--data", "mnist"]
+    c = options.parse(script("image_classification").Config, "", given)
+    assert (c.run.seed, c.shift, c.learning_rate, c.data) == (-1, 0, 0.0, "mnist")
+
+
 def test_resuming_takes_the_options_of_the_run(script, tmp_path):
     module, options = script("image_classification"), script("_options")
     given = ["--directory", str(tmp_path), "--steps", "5", "--mesh", "2x4", "--seed", "3"]

@@ -454,6 +454,8 @@ TAKE = {
         lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
         ("value", "grad", "value_fn"),
     ),
+    "sam that computes gradients": (lambda: sharpness_aware(opaque_mode=True), ("grad_fn",)),
+    "sophia": (lambda: optax.contrib.sophia(0.1, update_interval=2), ("obj_fn",)),
 }
 
 
@@ -469,7 +471,8 @@ def test_updates_receive_the_extra_arguments_that_they_accept(name):
     @jax.jit
     def by_hand(params, opt_state):
         loss, grads = jax.value_and_grad(value_fn)(params)
-        given = {"value": loss, "grad": grads, "value_fn": value_fn}
+        given = {"value": loss, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+        given["grad_fn"] = lambda p, i: jax.grad(value_fn)(p)
         given = {name: given[name] for name in takes}
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, opt_state, params, **given)

@@ -43,10 +43,10 @@ def separate(donated: list[PyTree], arguments: Iterable[PyTree], *, distinct: bo
 
 def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
     """Raises if the memory of an array of the tree was donated to an earlier call."""
-    if not any(map(is_deleted, jax.tree.leaves(tree))):
+    if not any(map(is_deleted, filter(is_concrete, jax.tree.leaves(tree)))):
         return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if is_deleted(x):
+        if is_concrete(x) and is_deleted(x):
             array = "array"
             if path:
                 array = f"array at {show_path(path)}"

@@ -1,13 +1,14 @@
 """Calls an optax optimizer, and checks its state and its updates."""
 
 import re
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from ..core._errors import several
+from ..core._errors import noting, several
 from ..core._pytree import show_path
 
 
@@ -56,14 +57,29 @@ def _is_optax_state(x: object) -> bool:
     return named and kind.__module__.split(".")[0] == "optax"
 
 
+def call_init(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """Calls `optimizer.init`, and notes what it was called with if it raises an error."""
+    names = list(_shapes(params))
+    note = (
+        f"Raised by `optimizer.init`, for the trainable leaves of the model: {several(names)}. "
+        "Masks and labels are trees like the model, or functions that return one for it, such as "
+        "`lambda params: jax.tree.map(lambda x: x.ndim > 1, params)`."
+    )
+    with noting(note):
+        return optimizer.init(params)
+
+
 def call_update(
     optimizer: optax.GradientTransformation,
     grads: PyTree,
     opt_state: PyTree,
     params: PyTree,
+    *,
+    on_demand: Mapping[str, PyTree],
     **extras: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Calls `optimizer.update` with the extra arguments that it accepts."""
+    """Calls `optimizer.update` with the extra arguments that it accepts, and with those of
+    `on_demand` that it cannot do without."""
     update = optax.with_extra_args_support(optimizer).update
     refused: list[str] = []
     while True:
@@ -77,6 +93,10 @@ def call_update(
                 del extras[match[1]]
                 refused.append(match[1])
                 continue
+            missing = re.search(r"(\w+) must be provided", str(error))
+            if missing and missing[1] in on_demand and missing[1] not in extras:
+                extras[missing[1]] = on_demand[missing[1]]
+                continue
             _check_opt_state(optimizer, opt_state, params, error)
             if refused and "missing" in str(error):
                 raise TypeError(
@@ -87,6 +107,10 @@ def call_update(
                 ) from error
             raise
         _check_shapes(updates, params)
+        # An optimizer without a state of its own returns the arrays of another's as they are.
+        before = {id(x) for x in jax.tree.leaves(opt_state)}
+        if any(id(x) in before for x in jax.tree.leaves(new_state)):
+            _check_opt_state(optimizer, opt_state, params, None)
         return updates, new_state
 
 
@@ -138,12 +162,18 @@ def _check_shapes(updates: PyTree, params: PyTree) -> None:
 
 
 def _check_opt_state(
-    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, error: Exception
+    optimizer: optax.GradientTransformation,
+    opt_state: PyTree,
+    params: PyTree,
+    error: Exception | None,
 ) -> None:
-    """Raises an error if the state differs from the one that the optimizer initialises."""
-    # Only after an error, since it traces the optimizer again.
+    """Raises an error if the state differs from the one that the optimizer initialises.
+
+    `error` is the one that the update raised, if it did.
+    """
+    # Only where there is a reason, since it traces the optimizer again.
     expected = jax.eval_shape(optimizer.init, params)
-    same = jax.tree.structure(expected) == jax.tree.structure(opt_state)
+    same = error is None or jax.tree.structure(expected) == jax.tree.structure(opt_state)
     if same and _shapes(expected) == _shapes(opt_state):
         return
     raise ValueError(

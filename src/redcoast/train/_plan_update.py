@@ -87,9 +87,15 @@ def _trace_update(
         params, _ = partition_trainable(join(model, of_model), trainable)
         gradients = jax.tree.structure(params).unflatten(grads)
         extras = {"value": _zero(params), "grad": gradients, "value_fn": _zero}
+        on_demand = {"obj_fn": _zero, "grad_fn": lambda params, i: gradients}
         with jax.numpy_dtype_promotion("standard"):
             updates, new_state = call_update(
-                optimizer, gradients, join(opt_state, of_opt_state), params, **extras
+                optimizer,
+                gradients,
+                join(opt_state, of_opt_state),
+                params,
+                on_demand=on_demand,
+                **extras,
             )
         new_opt_state, of_new_state = split(new_state)
         if of_new_state.structure != of_opt_state.structure:

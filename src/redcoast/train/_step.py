@@ -10,7 +10,8 @@ import optax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, PyTree
 
-from ..core._errors import check_functions, check_integer, check_kind, check_optimizer
+from ..core._donation import refuse_deleted
+from ..core._errors import check_functions, check_integer, check_kind, check_optimizer, noting
 from ..core._frames import hide_frames
 from ..core._pytree import map_where
 from ..core._target import target
@@ -53,7 +54,7 @@ def train_step(
         averages over, such as tokens; by default, the number of examples.
     - `optimizer`: the optax optimizer that `state` was created with. Optimizers that use the loss
         (`optax.lbfgs`, `optax.polyak_sgd`, ...) receive `value`, `grad` and `value_fn` if they
-        accept them.
+        accept them; those that need `obj_fn` or `grad_fn` (`optax.contrib.sophia`) get it.
     - `accumulate`: the number of microbatches, which are processed one after the other to save
         activation memory. Loss, metrics and gradient are means over the microbatches, weighted by
         `"weight"`. They have the same values as for the full batch, unless the loss makes examples
@@ -93,6 +94,11 @@ def train_step(
         ```
     """
     check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` returns")
+    refuse_deleted(
+        state,
+        "The state that `train_step` was called with",
+        "Call it with the state that the last step returned.",
+    )
     check_functions(loss_fn=loss_fn)
     check_optimizer(optimizer)
     accept_module_labels(optimizer)
@@ -127,8 +133,11 @@ def train_step(
     def update(grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         # For optimizers with a line search; the others leave these arguments out.
         value_fn = lambda p: loss_of(p, rest, batch, key)[0]
+        grad_fn = lambda p, i: map_where(jnp.iscomplexobj, jnp.conj, jax.grad(value_fn)(p))
         extras = {"value": loss, "grad": grads, "value_fn": value_fn}
-        return call_update(optimizer, grads, opt_state, params, **extras)
+        # The same under the names of `optax.contrib.sophia` and `sam(opaque_mode=True)`.
+        on_demand = {"obj_fn": value_fn, "grad_fn": grad_fn}
+        return call_update(optimizer, grads, opt_state, params, on_demand=on_demand, **extras)
 
     def update_params(opt_state: PyTree) -> tuple[PyTree, PyTree]:
         updates, opt_state = guarded_update(update, grads, opt_state, finite)
@@ -205,7 +214,13 @@ def train_steps(
         after, metrics = train_step(eqx.combine(carried, static), batch, **options)
         return eqx.filter(after, eqx.is_array), metrics
 
-    carried, metrics = jax.lax.scan(body, carried, batches)
+    (steps,) = next(iter(sizes))
+    note = (
+        f"`train_steps` takes one step on each of {steps} batches, which are stacked along the "
+        "first dimension. For one batch, call `train_step`."
+    )
+    with noting(note):
+        carried, metrics = jax.lax.scan(body, carried, batches)
     return eqx.combine(carried, static), metrics
 
 

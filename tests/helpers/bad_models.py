@@ -64,6 +64,11 @@ ROWS = {
         (lambda d: rc.load_checkpoint(None), TypeError, "`path` is None. It must be a path"),
         (lambda d: rc.load_checkpoint(saved(d), subtree=0), TypeError, "`subtree` is 0"),
         (lambda d: rc.load_checkpoint(saved(d), shardings={}), ValueError, "pass `like` too"),
+        (
+            lambda d: jax.jit(lambda x: rc.load_checkpoint(d / "none", x))(jnp.ones(2)),
+            TypeError,
+            "`load_checkpoint` was called inside",
+        ),
         (lambda d: rc.load_checkpoint(d / "none"), FileNotFoundError, "no checkpoint at.*none"),
         (
             lambda d: rc.load_checkpoint(saved(d), {"v": np.ones((2, 3), np.float32)}),

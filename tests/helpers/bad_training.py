@@ -2,6 +2,9 @@
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import functools as ft
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +95,24 @@ def other_plan():
     return rc.plan_shardings({"w": jnp.zeros(8)}, rc.make_mesh(devices=jax.devices()[:1]))
 
 
+def shardings_of(tree):
+    return rc.infer_shardings(tree, rc.make_mesh())
+
+
+def compiled_alone():
+    step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=SGD)
+    return rc.compile_step(step, shardings_of(state()))
+
+
+def after_deletion(state):
+    jax.tree.map(lambda x: x.delete(), eqx.filter(state.model, eqx.is_array))
+    return state
+
+
+def no_rows():
+    return jax.tree.map(lambda x: x[:0], batch_of(8))
+
+
 ROWS = {
     "LossScale": [
         (lambda d: rc.LossScale("big"), TypeError, "`value` is 'big'"),
@@ -112,7 +133,32 @@ ROWS = {
             TypeError,
             "`optimizer`",
         ),
-        (lambda d: rc.init_state({}, SGD, key=KEY), TypeError, "`init_fn`"),
+        (lambda d: rc.init_state({}, SGD, key=KEY), ValueError, "it is empty"),
+        (lambda d: rc.init_state(3, SGD, key=KEY), TypeError, "`init_fn` is 3"),
+        (
+            lambda d: rc.init_state({"w": deleted()}, SGD, key=KEY),
+            ValueError,
+            "`init_state` was given was donated .*at w",
+        ),
+        (
+            lambda d: rc.init_state(make_model(), SGD, key=KEY, shardings=other_plan()),
+            TypeError,
+            r"`shardings` is of type Plan.*`plan\.shardings`",
+        ),
+        (
+            lambda d: rc.init_state(
+                lambda k: make_model(), optax.adam(1.0), key=KEY, shardings=shardings_of(state())
+            ),
+            ValueError,
+            "`shardings` does not match the state. It has no sharding for opt_state/0/count",
+        ),
+        (
+            lambda d: rc.init_state(
+                {"w": jnp.ones(2)}, SGD, key=KEY, shardings=shardings_of(state())
+            ),
+            ValueError,
+            "`shardings` does not match the state. It has no sharding for w",
+        ),
         (
             lambda d: rc.init_state(lambda k: make_model(), SGD, key=KEY, compute_dtype=jnp.int8),
             ValueError,
@@ -131,6 +177,29 @@ ROWS = {
         (lambda d: step(loss=3), TypeError, "`loss_fn`"),
         (lambda d: step(optimizer=optax.adam(1e-3)), ValueError, "optimizer"),
         (lambda d: step(optimizer=None), TypeError, "`optimizer`"),
+        # Without a state of its own, it would return the other's as it is.
+        (
+            lambda d: rc.train_step(
+                rc.init_state(make_model(), optax.adam(1.0), key=KEY),
+                batch_of(8),
+                loss_fn=loss_fn,
+                optimizer=SGD,
+            ),
+            ValueError,
+            "not the one that the state was created with.*also has 0/count, 0/mu",
+        ),
+        (
+            lambda d: step(lambda m, b, k: (jnp.sum(b["x"]), m, {"a": 1})),
+            TypeError,
+            "order is `return loss, aux, model`",
+        ),
+        (
+            lambda d: rc.train_step(
+                after_deletion(state()), batch_of(8), loss_fn=loss_fn, optimizer=SGD
+            ),
+            ValueError,
+            "`train_step` was called with was donated .*at model/layers/0/weight",
+        ),
         (
             lambda d: rc.train_step(make_model(), batch_of(8), loss_fn=loss_fn, optimizer=SGD),
             TypeError,
@@ -151,6 +220,16 @@ ROWS = {
             ValueError,
             "no sharding for model/layers/0/weight, .*The state has nothing at w",
         ),
+        (
+            lambda d: rc.compile_step(rc.train_step, other_plan()),
+            TypeError,
+            r"`state_shardings` is of type Plan.*`plan\.shardings`",
+        ),
+        (
+            lambda d: eqx.filter_eval_shape(compiled_alone(), state(), batch_of(8)),
+            TypeError,
+            "`step` was called inside `jax.vmap`.*`plan.constrain",
+        ),
     ],
     "predict": [
         (
@@ -169,6 +248,11 @@ ROWS = {
             lambda d: rc.predict(make_model(), batch_of(4), predict_fn=lambda m, b, k: {}),
             ValueError,
             "`predict_fn` returned no array",
+        ),
+        (
+            lambda d: rc.predict(make_model(), batch_of(4), 0, predict_fn=lambda m, b, k: b),
+            TypeError,
+            "`key` is 0",
         ),
         (
             lambda d: rc.predict(make_model(), batch_of(4), predict_fn=None),
@@ -212,6 +296,12 @@ ROWS = {
             "`accumulate` is 0",
         ),
         (lambda d: rc.plan_step(state(), None, batch_of(8)), TypeError, "`loss_fn`"),
+        (lambda d: rc.plan_step(state(), loss_fn, no_rows()), ValueError, r"no rows.*\(0, 16\)"),
+        (
+            lambda d: rc.plan_step(make_model(), loss_fn, batch_of(8), optimizer=SGD),
+            TypeError,
+            "`state` is of type MLP",
+        ),
         (
             lambda d: rc.plan_step(state(), loss_fn, {"a": "text"}),
             TypeError,
@@ -277,6 +367,11 @@ ROWS = {
             lambda d: rc.with_gradient(jnp.float32(0), {"a": jnp.ones(2)}, {"b": jnp.ones(2)}),
             ValueError,
             "has b, which is not a floating array",
+        ),
+        (
+            lambda d: rc.with_gradient(make_model(), jnp.float32(0), make_model()),
+            TypeError,
+            "`loss` is of type MLP.*second argument",
         ),
     ],
     "moving_average": [

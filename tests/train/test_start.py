@@ -91,3 +91,45 @@ def test_a_model_or_its_shapes_are_tried_without_the_hardware():
     shapes = jax.eval_shape(model)
     assert run(model()).fits
     assert run(shapes).memory == run(lambda key: model()).memory
+
+
+def test_leaves_of_a_batch_may_be_numbers_and_functions():
+    def scaled(model, batch, key):
+        return batch["scale"] * loss_fn(model, batch["apply"](batch["x"]), key)
+
+    batch = {"x": BATCH, "scale": 3, "apply": jnp.sin, "none": None}
+    state, step, _ = rc.prepare(model(), OPTIMIZER, scaled, batch, mesh=rc.make_mesh())
+    _, metrics = step(state, batch)
+    expected = scaled(model(), batch, None)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+def test_transfers_of_public_functions_are_not_those_that_a_guard_forbids():
+    x = jax.device_put(BATCH)
+    mine = model()
+    abstract = eqx.filter_eval_shape(rc.init_state, mine, OPTIMIZER, key=KEY)
+    shardings = rc.infer_shardings(abstract, rc.make_mesh())
+    with jax.transfer_guard("disallow"):
+        rc.init_state(mine, OPTIMIZER, key=KEY)
+        rc.init_state(lambda key: model(), OPTIMIZER, key=KEY, shardings=shardings)
+        rc.predict(mine, x, predict_fn=lambda model, batch, key: model(batch))
+
+
+def test_a_batch_on_other_devices_is_named():
+    mesh = rc.make_mesh(devices=jax.devices()[:2])
+    state, step, _ = rc.prepare(model(), OPTIMIZER, loss_fn, BATCH, mesh=mesh)
+    with pytest.raises(ValueError, match=r"Argument 1 .*on the devices \[7\].*for \[0, 1\]"):
+        step(state, jax.device_put(BATCH, jax.devices()[7]))
+    step(state, BATCH)  # the state has not been donated
+
+
+def test_errors_inside_of_an_optimizer_and_a_scan_are_explained():
+    """By notes, since the errors are those of optax and of the loss."""
+    with pytest.raises(ValueError, match="pytree structure") as error:
+        rc.init_state(model(), optax.masked(OPTIMIZER, {"w": True}), key=KEY)
+    assert "trainable leaves of the model: weight. Masks" in error.value.__notes__[0]
+    state = rc.init_state(model(), OPTIMIZER, key=KEY)
+    rows = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
+    with pytest.raises(ValueError, match="at least 1") as error:
+        rc.train_steps(state, BATCH, loss_fn=rows, optimizer=OPTIMIZER)
+    assert any("each of 8 batches" in note for note in error.value.__notes__)

@@ -279,6 +279,7 @@ def load_checkpoint(
         model = rc.load_checkpoint("runs/lm/checkpoints/500", model, subtree="model")
         ```
     """
+    refuse_traced(like, "load_checkpoint", "Load it before, and pass the arrays to the function.")
     path = local_path("path", path).absolute()
     check_kind("subtree", subtree, (str, NoneType), "a path inside of the checkpoint")
     if like is None and shardings is not None:

@@ -94,7 +94,10 @@ def join(arrays: Arrays, static: Static) -> PyTree:
 
 
 def abstract_array(x: PyTree, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, concrete or abstract, with a sharding if one is given."""
+    """The shape and dtype of an array, concrete or abstract, with a sharding if one is given; also
+    of a number of Python."""
+    if isinstance(x, int | float | complex):
+        x = jax.typeof(x)
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
     weak = getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
@@ -102,6 +105,12 @@ def abstract_array(x: PyTree, sharding: Sharding | None = None) -> jax.ShapeDtyp
 
 def abstract_arrays(arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
     return list(map(abstract_array, arrays))
+
+
+def abstract_data(batch: PyTree) -> PyTree:
+    """A batch with the shapes and dtypes of its arrays and numbers; a loss reads the other leaves
+    as they are."""
+    return map_where(lambda x: isinstance(x, NUMBERS), abstract_array, batch)
 
 
 def abstract_tree(tree: PyTree) -> PyTree:

@@ -24,14 +24,15 @@ from ..core._axis_types import (
 from ..core._control_flow import consts_of
 from ..core._donation import is_concrete, is_deleted, separate
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions
+from ..core._errors import check_functions, wrong_type
 from ..core._frames import hide_frames
 from ..core._pytree import Arrays, Static, abstract_array, join, split
 from ..core._stored_specs import stored_as, stored_specs
-from ..core._tracing import missing_mesh
+from ..core._tracing import missing_mesh, refuse_traced
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, put, stays_on_host
 from ..distributed._emulation import call_watched, overdue_on
+from ..sharding import Plan
 from ..tracking._metrics import PackedMetrics
 from ._compiler_options import Option, Options, check_compiler_options, compiler_options_for
 from ._debug_settings import call_debugged, is_debugged
@@ -43,10 +44,15 @@ from ._step_messages import (
     match_shardings,
     path_name,
     refuse_donated,
+    refuse_elsewhere,
     refuse_wrong_gradients,
 )
 
 Jitted = Callable[..., PyTree]
+_TRACE_THE_FUNCTION = (
+    "It is compiled already, with memory that it reuses. Transform the function that was compiled: "
+    "`redcoast.train_step`, with the constrained loss of a plan, `plan.constrain(loss_fn)`."
+)
 _was_deleted = operator.methodcaller("is_deleted")
 
 
@@ -135,6 +141,8 @@ def _shardings_by_path(
     state_shardings: PyTree, mesh: Mesh | None
 ) -> tuple[dict[KeyPath, NamedSharding], Mesh]:
     """The shardings of the leaves of a tree, with bare specs on the mesh, and the mesh."""
+    if isinstance(state_shardings, Plan):
+        raise wrong_type("state_shardings", state_shardings, "the plan's, `plan.shardings`")
     leaves = jax.tree_util.tree_leaves_with_path(state_shardings)
     for path, x in leaves:
         if not isinstance(x, NamedSharding | P):
@@ -271,7 +279,12 @@ class CompiledStep:
         was_deleted = is_deleted
         if isinstance(state, FlatState):
             was_deleted = _was_deleted
-        if any(map(was_deleted, arrays)) or any(map(is_deleted, leaves)):
+        try:
+            is_donated = any(map(was_deleted, arrays)) or any(map(is_deleted, leaves))
+        except jax.errors.ConcretizationTypeError:  # tracers have no memory
+            refuse_traced((state, args), "step", _TRACE_THE_FUNCTION)
+            raise
+        if is_donated:
             refuse_donated(as_tree(state), args)
         to_keep = leaves
         if copies:  # the caller may overwrite the batch while the step is still running
@@ -287,7 +300,12 @@ class CompiledStep:
         # Arrays that the last step returned are where they belong.
         if not is_last or self._mesh is not self._user_mesh:
             arrays = list(map(_put, arrays, kind.shardings))
-        arrays, aux = call_watched(self._overdue, program.run, arrays, others)
+        try:
+            arrays, aux = call_watched(self._overdue, program.run, arrays, others)
+        except ValueError as error:
+            if "incompatible devices" in str(error):
+                refuse_elsewhere(args, self._user_mesh)
+            raise
         if self._mesh is not self._user_mesh:
             aux = on_mesh(aux, self._user_mesh)
         if not isinstance(aux, PackedMetrics):  # which has no constants, and may be of a short step

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from ..core._errors import check_kind
 from ..core._pytree import map_where, show_path
 
 
@@ -31,7 +32,8 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
 
     **Raises:**
 
-    `ValueError` if the gradient has another structure or shape than the model.
+    `ValueError` if the gradient has another structure or shape than the model. `TypeError` if
+    `loss` is not an array.
 
     !!! Example
 
@@ -41,6 +43,7 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
             return rc.with_gradient(loss, model, jax.tree.map(jnp.sign, gradient))
         ```
     """
+    check_kind("loss", loss, jax.Array, "a floating scalar; the model is the second argument")
     params = eqx.filter(model, eqx.is_inexact_array)
     replacement = eqx.filter(gradient, eqx.is_inexact_array)
     gradients, arrays = _by_name(replacement), _by_name(params)

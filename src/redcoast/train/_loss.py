@@ -112,6 +112,12 @@ def _unpack(out: PyTree, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     if len(out) == 2:
         return out[0], out[1], model
     if len(out) == 3:
+        _, aux, new_model = out
+        if isinstance(new_model, dict) and type(aux) is type(model) and not isinstance(aux, dict):
+            raise TypeError(
+                f"The second value that `loss_fn` returned is of type {type_name(aux)}, and the "
+                "third is a dict. Their order is `return loss, aux, model`."
+            )
         return out
     raise ValueError(
         f"`loss_fn` returned a tuple of length {len(out)}. It must return a scalar, "

@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._frames import warn
-from ..core._pytree import abstract_array
+from ..core._pytree import abstract_data
 from ..core._tracing import abstract_key
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan, coupling_sentence
@@ -46,7 +46,7 @@ def check_step(plan: Plan, training: Training, state: TrainState, batch: PyTree)
         loss = _examined_loss(plan, training, state, batch)
         summed, masks, promotions = find_faults(loss, training=True)
     warn_of_outer_state(training.loss_fn, state.model)
-    args = (jax.tree.map(abstract_array, batch), abstract_key())
+    args = (abstract_data(batch), abstract_key())
     loss_fn = loss_to_plan(training.traced_loss, training.compute_dtype)
     warn_of_wrong_matrices(state.opt_state, state.model, loss_fn, args, plan.mesh)
     warn_of_sums(summed, aux=has_microbatches)
@@ -57,7 +57,7 @@ def check_step(plan: Plan, training: Training, state: TrainState, batch: PyTree)
 def check_own_step(plan: Plan, training: Training, state: TrainState, batch: PyTree) -> None:
     """The warnings of `check_step` that also hold for the step of a loop of the user's own."""
     warn_of_outer_state(training.loss_fn, state.model)
-    batch = jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
+    batch = abstract_data(tree_to_jax_dtypes(batch, "the batch", of="batch"))
     _check_coupling(plan, training, state, batch)
     program = plan.report.program_or_none
     if program is not None:

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions, check_integer, check_optimizer
+from ..core._errors import check_functions, check_integer, check_kind, check_optimizer, several
 from ..core._frames import hide_frames
-from ..core._pytree import abstract_array
+from ..core._pytree import ARRAYS, abstract_data
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Hardware, Plan, plan_shardings
@@ -79,19 +79,20 @@ def plan_step(
     check_functions(loss_fn=loss_fn)
     if optimizer is not None:
         check_optimizer(optimizer)
+        check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` returns")
     accumulate = check_integer("accumulate", accumulate)
     compute_dtype = as_compute_dtype(compute_dtype)
     batch = tree_to_jax_dtypes(batch, "the batch", of="batch")
     if accumulate > 1:
         refuse_other_rows(batch, accumulate)
+    _refuse_no_rows(batch)
     mesh = ambient_or_default(mesh)
     check_memory(memory)
     is_limited = memory_limit(memory, hardware or hardware_of(mesh)) is not None
     if mesh.size == 1 and not is_limited:
         return plan_shardings(state, mesh, overrides=overrides)
 
-    def microbatch(x: PyTree) -> jax.ShapeDtypeStruct:
-        x = abstract_array(x)
+    def microbatch(x: PyTree) -> PyTree:
         # The step itself refuses a batch that it cannot split.
         if accumulate == 1 or x.shape[0] % accumulate:
             return x
@@ -102,7 +103,7 @@ def plan_step(
         mesh,
         fn=loss_to_plan(loss_fn, compute_dtype),
         # One microbatch is in memory at a time.
-        args=(jax.tree.map(microbatch, batch), abstract_key()),
+        args=(jax.tree.map(microbatch, abstract_data(batch)), abstract_key()),
         trainable=trainable,
         overrides=overrides,
         hardware=hardware,
@@ -114,6 +115,16 @@ def plan_step(
     if optimizer is None:
         return plan
     return with_update_traffic(plan, optimizer, state, trainable)
+
+
+def _refuse_no_rows(batch: PyTree) -> None:
+    """Raises an error for a batch without examples, of which nothing is computed."""
+    shapes = [x.shape for x in jax.tree.leaves(batch) if isinstance(x, ARRAYS)]
+    if {shape[0] for shape in shapes if shape} == {0}:
+        raise ValueError(
+            f"The batch has no rows: its arrays have the shapes {several(list(map(str, shapes)))}. "
+            "Plan with a batch of the size that the step is called with."
+        )
 
 
 def plan_training(

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions
+from ..core._errors import check_functions, check_key
 from ..core._frames import hide_frames
 from ..core._pytree import show_place
 from ..core._user_functions import calling
 from ..data._per_batch import without_marks
+from ..distributed._arrays import allowed_transfers
 from ._precision import as_compute_dtype, cast_floating
 
 PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
@@ -58,7 +59,9 @@ def predict(
     compute_dtype = as_compute_dtype(compute_dtype)
     if key is None:
         # Most predictions draw no random numbers.
-        key = jax.random.key(0)
+        with allowed_transfers():
+            key = jax.random.key(0)
+    check_key(key)
     # Dropout is off, and BatchNorm reads its averages.
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
     batch = without_marks(batch)

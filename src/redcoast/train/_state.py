@@ -10,25 +10,28 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
+from ..core._donation import refuse_deleted
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._errors import check_functions, check_key, check_optimizer
+from ..core._errors import check_functions, check_key, check_kind, check_optimizer
 from ..core._frames import hide_frames, warn
 from ..core._pytree import ARRAYS, Arrays, Static, join, map_where, split
 from ..core._train_state import AbstractTrainState
 from ..core._trainable import partition_trainable, refuse_filter_of_numpy
 from ..core._user_functions import calling
 from ..distributed._agreement import agree_on_program
-from ..distributed._arrays import copy_tree, place_tree, put
+from ..distributed._arrays import allowed_transfers, copy_tree, place_tree, put
 from ._labels import accept_module_labels
 from ._loss_scale import LossScale
 from ._model import refuse_untrainable
-from ._optimizer import refuse_optimizer_states, refuse_per_example
+from ._optimizer import call_init, refuse_optimizer_states, refuse_per_example
 from ._precision import ComputeDtype, as_compute_dtype
 from ._shared_arrays import warn_of_shared
 from ._show_state import show_state
+from ._step_messages import match_shardings
 from ._weight_average import WeightAverage, model_with, with_average
 
 
@@ -125,10 +128,22 @@ def init_state(
     check_optimizer(optimizer)
     accept_module_labels(optimizer)
     check_key(key)
-    if is_model(init_fn):
+    if shardings is not None:
+        words = (
+            "`plan.shardings`, or what `redcoast.infer_shardings` returns for the abstract state"
+        )
+        check_kind("shardings", shardings, TrainState, words)
+    # An empty container is refused as a model without parameters.
+    if is_model(init_fn) or isinstance(init_fn, dict | list | tuple):
+        refuse_deleted(
+            init_fn,
+            "The model that `init_state` was given",
+            "Pass the model of the state that the last step returned, `state.model`.",
+        )
         if shardings is None:
             warn_of_shared(init_fn, trainable)
-        return state_of_model(init_fn, optimizer, key=key, shardings=shardings, **options)
+        with allowed_transfers():
+            return state_of_model(init_fn, optimizer, key=key, shardings=shardings, **options)
     check_functions(init_fn=init_fn)
 
     def create(key: PRNGKeyArray) -> TrainState:
@@ -139,9 +154,10 @@ def init_state(
             warn_of_shared(model, trainable)
         return state_of(model, key, optimizer=optimizer, **options)
 
-    if shardings is None:
-        return create(key)
-    return create_split(create, key, shardings=shardings)
+    with allowed_transfers():
+        if shardings is None:
+            return create(key)
+        return create_split(create, key, shardings=shardings)
 
 
 def split_key_of_run(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
@@ -173,6 +189,7 @@ def state_of_model(
     # Copies: training donates its state.
     if shardings is None:
         return create(*copy_tree((model, key)))
+    match_shardings(_by_path(shardings.model), model, name="shardings")
     copied = place_tree(model, shardings.model, copy=True)
     key = put(key, shardings.key, may_alias=False)
     return create_split(create, copied, key, shardings=shardings)
@@ -195,7 +212,7 @@ def state_of(
         refuse_untrainable(model)
     refuse_optimizer_states(params, TrainState)
     with jax.numpy_dtype_promotion("standard"):
-        state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+        state = TrainState(model, call_init(optimizer, params), jnp.zeros((), jnp.int32), key)
     refuse_per_example(state.opt_state)
     # A step returns strongly typed arrays, so weakly typed ones would cost a second compilation.
     state = map_where(_is_weak, lambda x: jax.lax.convert_element_type(x, x.dtype), state)
@@ -225,7 +242,9 @@ def create_split(
     statics: list[Static] = []  # the last is of the trace that JAX runs
 
     def flat(arrays: PyTree) -> Arrays:
-        created, static = split(create(*eqx.combine(arrays, constants)))
+        state = create(*eqx.combine(arrays, constants))
+        match_shardings(_by_path(shardings), state, name="shardings")
+        created, static = split(state)
         statics.append(static)
         return created
 
@@ -237,3 +256,7 @@ def create_split(
             agree_on_program("the program that initialises the state", traced.jaxpr, mesh)
         created = flat_create(arrays)
         return join(created, statics[-1])
+
+
+def _by_path(shardings: PyTree[NamedSharding | None]) -> dict[KeyPath, NamedSharding]:
+    return dict(jax.tree_util.tree_leaves_with_path(shardings))

@@ -9,8 +9,8 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ..core._control_flow import AnyJaxpr, Manual, control_flow
-from ..core._donation import refuse_deleted
-from ..core._errors import several
+from ..core._donation import is_concrete, refuse_deleted
+from ..core._errors import listed, several
 from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, NUMBERS, Static, show_path
 from ..distributed._mesh import batch_shards
@@ -37,8 +37,29 @@ def refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
         )
 
 
-def match_shardings(shardings: dict[KeyPath, NamedSharding], state: PyTree) -> list[NamedSharding]:
-    """Returns the sharding of each array of the state, from its path or a prefix of it."""
+def refuse_elsewhere(args: tuple[PyTree, ...], mesh: Mesh) -> None:
+    """Raises an error that names an array on other devices than those of the mesh."""
+    devices = set(mesh.devices.flat)
+    for i, arg in enumerate(args):
+        for path, x in jax.tree_util.tree_leaves_with_path(arg):
+            if not is_concrete(x) or not x.committed or x.sharding.device_set == devices:
+                continue
+            place = listed(sorted(device.id for device in x.sharding.device_set))
+            raise ValueError(
+                f"Argument {i + 1} of the step, counted after the state, has an array at "
+                f"{path_name(path)} on the devices {place}, and the step is compiled for "
+                f"{listed([device.id for device in mesh.devices.flat])}. Move it, "
+                "`jax.device_put(x, redcoast.batch_shardings(x, mesh))`, or pass an array of NumPy."
+            )
+
+
+def match_shardings(
+    shardings: dict[KeyPath, NamedSharding], state: PyTree, *, name: str = "state_shardings"
+) -> list[NamedSharding]:
+    """Returns the sharding of each array of the state, from its path or a prefix of it.
+
+    `name` is the argument that has the shardings.
+    """
     # Places without arrays count as known: a sharding there is for nothing, but no mistake.
     is_end = lambda x: x is None or not jax.tree.leaves(x)
     matched: list[tuple[str, PyTree, NamedSharding]] = []
@@ -57,27 +78,32 @@ def match_shardings(shardings: dict[KeyPath, NamedSharding], state: PyTree) -> l
             matched.append((path_name(path), x, sharding))
     unexpected = [path_name(path) for path in shardings if path not in known]
     if missing or unexpected:
-        raise ValueError(_no_match(missing, unexpected))
-    for name, x, sharding in matched:
+        raise ValueError(_no_match(name, missing, unexpected))
+    for where, x, sharding in matched:
         try:
             # The first finds more entries than dimensions, the second sizes that do not divide.
             sharding.check_compatible_aval(x.shape)
             sharding.shard_shape(x.shape)
         except ValueError as error:
             raise ValueError(
-                f"The array at {name}, of shape {x.shape}, cannot be sharded as "
-                f"{sharding.spec} over {dict(sharding.mesh.shape)}, as `state_shardings` specifies."
+                f"The array at {where}, of shape {x.shape}, cannot be sharded as "
+                f"{sharding.spec} over {dict(sharding.mesh.shape)}, as `{name}` specifies."
                 " Each entry is for one dimension, and the sizes of its axes must divide it."
             ) from error
     return [sharding for _, _, sharding in matched]
 
 
-def _no_match(missing: list[str], unexpected: list[str]) -> str:
-    text = "`state_shardings` does not match the state. "
+def _no_match(name: str, missing: list[str], unexpected: list[str]) -> str:
+    text = f"`{name}` does not match the state. "
     if missing:
         text += f"It has no sharding for {several(missing)}. "
     if unexpected:
         text += f"The state has nothing at {several(unexpected)}. "
+    if name == "shardings":  # of `init_state`, which takes no prefix
+        return (
+            f"{text}Pass the result of `infer_shardings` for the abstract state of the same "
+            "`init_fn`, `optimizer`, `trainable` and `average`."
+        )
     return (
         f"{text}Pass the result of `infer_shardings(state, mesh)`, or a prefix of the state: a "
         "sharding in place of a subtree applies to all of its arrays, and "

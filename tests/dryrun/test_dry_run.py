@@ -3,6 +3,7 @@
 import functools as ft
 import gc
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from jax.core import Tracer
 import redcoast as rc
 from redcoast.core._target import target
 from redcoast.dryrun import _devices as devices
+from redcoast.dryrun import _dry_run
 from redcoast.dryrun._changes import can_rematerialise, find_changes, rematerialised
 from redcoast.dryrun._compile_job import Compiled, cause, needed_bytes
 from redcoast.dryrun._job import make_job
@@ -214,6 +216,19 @@ def test_mesh_is_chosen_by_estimated_cost():
     assert alone.sent_bytes == 0
     # Two products forward, and three backward: the batch has no gradient.
     assert alone.arithmetic == {"float32": 5 * 2 * 8 * 2**14 * 2**15}
+
+
+def test_where_no_plan_fits_the_smallest_compiled_mesh_is_shown(monkeypatch):
+    """Plans are off by more than such meshes differ."""
+    place = replace(devices.target_place("cpu:4"), usable=10**5)
+    monkeypatch.setattr(_dry_run, "target_place", lambda name: place)
+    make = lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+    batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    run = rc.dry_run(make, wide_loss, batch, OPTIMIZER, target="cpu:4", suggest=False)
+    needed = re.findall(r"model=\d needs (\S+) GB", run.notes[-1])
+    assert len(set(needed)) == 3
+    assert needed[0] != min(needed, key=float)  # that of the smallest plan
+    assert f"{run.memory['peak'] / 1e9:.4g}" == min(needed, key=float)
 
 
 @pytest.mark.thorough

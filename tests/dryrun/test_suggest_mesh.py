@@ -21,7 +21,7 @@ from redcoast.dryrun._devices import (
     target_place,
 )
 from redcoast.dryrun._job import make_job, plan_job
-from redcoast.dryrun._mesh_search import cheapest, choose_mesh, estimate_mesh, suggest
+from redcoast.dryrun._mesh_search import choose_mesh, estimate_mesh, promising, suggest
 from redcoast.dryrun._mesh_table import Candidate
 from redcoast.dryrun._target_name import parse_target
 
@@ -230,11 +230,11 @@ def test_a_mesh_on_which_the_compiler_fails_is_shown_but_not_chosen():
 def test_the_cheapest_mesh_without_compiling():
     """For large matrices and few rows, also if a replicated model does not fit."""
     place = target_place("cpu:4")
-    assert cheapest(make_job(*SMALL), place) == {"data": 4, "fsdp": 1, "model": 1}
-    assert cheapest(make_job(*WIDE), place)["model"] == 4
+    assert promising(make_job(*SMALL), place) == [{"data": 4, "fsdp": 1, "model": 1}]
+    assert promising(make_job(*WIDE), place)[0]["model"] == 4
     # With so many rows `model` would be used as `fsdp` is, and with so few `fsdp` as `model` is.
     cramped = replace(place, usable=10**5)
-    assert cheapest(make_job(*SMALL), cramped) == {"data": 1, "fsdp": 4, "model": 1}
+    assert promising(make_job(*SMALL), cramped)[0] == {"data": 1, "fsdp": 4, "model": 1}
     job = make_job(*SMALL)
     estimates = [estimate_mesh(job, place, {"fsdp": 4}), estimate_mesh(job, place, {"model": 4})]
     assert estimates[0].priced_seconds == estimates[1].priced_seconds
@@ -249,7 +249,7 @@ def test_meshes_that_are_compared_share_the_trace_of_an_update():
         return OPTIMIZER.update(updates, state, params)
 
     optimizer = optax.GradientTransformation(OPTIMIZER.init, update)
-    cheapest(make_job(*SMALL[:-1], optimizer), target_place("cpu:4"))
+    promising(make_job(*SMALL[:-1], optimizer), target_place("cpu:4"))
     assert len(calls) == 1
 
 

@@ -27,7 +27,7 @@ from ._compile_job import Compiled, compile_job, show_sizes
 from ._devices import Place, planner_hardware, target_place
 from ._job import Job, as_init_fn, make_job, plan_job, split_batch
 from ._links import axis_bandwidths, slow_axes
-from ._mesh_search import cheapest, likely
+from ._mesh_search import likely, promising
 from ._phases import enter_phase
 from ._report import DryRun
 from ._roofline import time_bounds
@@ -69,7 +69,8 @@ def dry_run(
         `"a100-80gb:8"` or (hosts x cards) `"h100:8x8"`, or emulated devices such as `"cpu:8"`.
     - `mesh`: sizes such as `{"fsdp": 4, "model": 2}`, as for [`redcoast.make_mesh`][], or a mesh
         with these sizes. By default, the mesh with the lowest estimated cost on which the step is
-        estimated to fit; [`redcoast.suggest_mesh`][] compiles several.
+        estimated to fit, and if there is none, the one of three compiled meshes that needs the
+        least memory; [`redcoast.suggest_mesh`][] always compiles several.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `average`: as for [`redcoast.fit`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
@@ -116,21 +117,24 @@ def dry_run(
     place, init_fn = target_place(target), as_init_fn(init_fn)
     with without_ambient_mesh(), compiling_for(place.device):
         job = make(init_fn, accumulate=accumulate, compute_dtype=compute_dtype)
-        if mesh is None:
-            sizes = cheapest(job, place)
-        elif isinstance(mesh, Mesh):
+        sizes, meshes = mesh, list[Mapping[str, int]]()
+        if isinstance(mesh, Mesh):
             sizes = mesh.shape
+        if sizes is None:
+            meshes += promising(job, place)
+        elif isinstance(sizes, Mapping) and set(sizes) <= {*AXES, PIPE}:
+            meshes.append(sizes)
         else:
-            sizes = mesh
-        if not isinstance(sizes, Mapping) or not set(sizes) <= {*AXES, PIPE}:
             raise TypeError(
                 f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp`, `model` and "
                 '`pipe`, such as {"fsdp": 4, "model": 2}.'
             )
-        run = _result(job, place, *_compile(job, place, sizes))
+        runs = [_result(job, place, *_compile(job, place, sizes)) for sizes in meshes]
+        run = _smallest(runs)
         if run.fits or not suggest:
             return run
-        others = [sizes for sizes in likely(job, place) if sizes != run.mesh]
+        compiled_meshes = [each.mesh for each in runs]
+        others = [sizes for sizes in likely(job, place) if sizes not in compiled_meshes]
 
         def again(job: Job, sizes: Mapping[str, int]) -> Compiled:
             _, _, compiled = _compile(job, place, sizes)
@@ -149,6 +153,19 @@ def _compile(job: Job, place: Place, sizes: Mapping[str, int]) -> tuple[Mesh, Pl
     plan = plan_job(job, mesh, planner_hardware(place, mesh))
     compiled = compile_job(job, plan, mesh, stands_in=place.stands_in, with_lines=True)
     return mesh, plan, compiled
+
+
+def _smallest(runs: Sequence[DryRun]) -> DryRun:
+    """The run that needs the least memory, with a note on the others."""
+    best = min(runs, key=lambda run: run.memory["peak"])
+    if len(runs) == 1:
+        return best
+    sizes = [f"{show_sizes(run.mesh)} needs {run.memory['peak'] / 1e9:.4g} GB" for run in runs]
+    note = (
+        "By their plans, the step fits on no mesh. Those that need the least were compiled, and "
+        f"the smallest is shown: {'; '.join(sizes)}."
+    )
+    return replace(best, notes=(*best.notes, note))
 
 
 def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) -> DryRun:

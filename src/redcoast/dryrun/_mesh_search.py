@@ -248,34 +248,51 @@ def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
         return choose_mesh(_estimate_all(job, place), compiling, place, compiled)
 
 
-def cheapest(job: Job, place: Place) -> dict[str, int]:
+# How many meshes are compiled where the step fits on none by the planner's estimate.
+_COMPILED_IF_NONE_FITS = 3
+
+
+def promising(job: Job, place: Place) -> list[dict[str, int]]:
     """The sizes of the mesh with the lowest estimated cost, among those that fit by the estimate.
 
-    If none fits, the sizes of the mesh that needs the least memory.
+    If none fits, those of the few meshes that need the least memory by the estimate. It is off by
+    more than they differ, so that compiled programs have to decide.
     """
-    meshes = likely(job, place)
-    if not meshes:
+    ordered = _ordered(job, place)
+    if not ordered:
         raise _impossible(estimate_mesh(job, place, factorisations(len(place.devices))[0]))
-    return meshes[0]
+    count = 1
+    if _memory_of(ordered[0]) > _limit(place):
+        count = _COMPILED_IF_NONE_FITS
+    return [candidate.mesh for candidate in ordered[:count]]
 
 
 def likely(job: Job, place: Place) -> list[dict[str, int]]:
-    """The sizes of all possible meshes, the most promising first.
+    """The sizes of all possible meshes, the most promising first."""
+    return [candidate.mesh for candidate in _ordered(job, place)]
 
-    Meshes on which the step fits by the planner's estimate come first, by their estimated cost; the
+
+def _ordered(job: Job, place: Place) -> list[Candidate]:
+    """All possible meshes.
+
+    Those on which the step fits by the planner's estimate come first, by their estimated cost; the
     others follow, by their estimated memory.
     """
-    usable = inf
-    if place.usable is not None:
-        usable = FILLED * place.usable
+    limit = _limit(place)
 
     def rank(candidate: Candidate) -> tuple[int, int | float, bool]:
-        if _memory_of(candidate) <= usable:
+        if _memory_of(candidate) <= limit:
             return 0, *_cost_of(candidate)
         return 1, *_need_of(candidate)
 
-    ordered = sorted(_without_error(_estimate_all(job, place)), key=rank)
-    return [candidate.mesh for candidate in ordered]
+    return sorted(_without_error(_estimate_all(job, place)), key=rank)
+
+
+def _limit(place: Place) -> int | float:
+    """The bytes that a step may need by the planner's estimate."""
+    if place.usable is None:
+        return inf
+    return FILLED * place.usable
 
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
@@ -296,9 +313,9 @@ def _estimate_all(job: Job, place: Place) -> list[Candidate]:
             # If a step cannot run as a pipeline, a mesh without one does as much.
             candidates += _without_error(_estimates(keeping, place, meshes))
         limit = job.memory
-        if limit == "auto" and place.usable is not None:
-            limit = FILLED * place.usable
-        if limit is None or limit == "auto":
+        if limit == "auto":
+            limit = _limit(place)
+        if limit is None:
             return candidates
         # To plan within the limit takes longer. Meshes on which the step is slower without it than
         # on a mesh where it fits are left as they are.

@@ -123,7 +123,9 @@ def fused(leaves: Sequence[str], name: str, pattern: str, **sizes: int) -> dict[
     return table
 
 
-def ranges(sizes: Mapping[str, int], factor: str, name: str, pattern: str) -> dict[str, Tensor]:
+def consecutive(
+    sizes: Mapping[str, int], factor: str, name: str, pattern: str
+) -> dict[str, Tensor]:
     """Returns arrays that are ranges of a factor of one tensor, in this order and of these
     sizes."""
     table, start, total = {}, 0, sum(sizes.values())

@@ -7,7 +7,7 @@ from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
 from ._mixtures import DENSE_LAYERS, MIXTURE_FIELDS, OF_TRAINING, mixture_tensors
 from ._rope import ROPE, read_yarn, write_yarn
-from ._tables import OUT_OF_HEADS, TURNED, VECTOR, ranges, under
+from ._tables import OUT_OF_HEADS, TURNED, VECTOR, consecutive, under
 
 BASE_PREFIX = "model."
 KINDS = ("deepseek_v3", "kimi_k2")
@@ -77,11 +77,11 @@ def _attention(c: DeepseekV3Config, leaf: str, attention: str) -> dict[str, Tens
     # The rows of this tensor are the latent of keys and values, and then the rotated part of the
     # keys, which all heads share.
     down = {"kv_down": c.kv_rank, "k_rope": c.rope_size}
-    table |= ranges(down, "outputs", attention + "kv_a_proj_with_mqa.weight", TURNED)
+    table |= consecutive(down, "outputs", attention + "kv_a_proj_with_mqa.weight", TURNED)
     # For each head, its keys without rotation, and then its values.
     up, pattern = (
         {"wk": c.plain_size, "wv": c.value_size},
         "(heads part) latent -> latent heads part",
     )
-    table |= ranges(up, "part", attention + "kv_b_proj.weight", pattern)
+    table |= consecutive(up, "part", attention + "kv_b_proj.weight", pattern)
     return under(leaf, table)

@@ -5,7 +5,7 @@ import math
 from ...models.mamba2 import Mamba2Config
 from .._settings import Fields, Settings, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, TURNED, VECTOR, own_head, ranges, under
+from ._tables import EMBED, TURNED, VECTOR, consecutive, own_head, under
 
 BASE_PREFIX = "backbone."
 
@@ -78,11 +78,11 @@ def tensors(config: Mamba2Config) -> dict[str, Tensor]:
     }
     # The rows of `in_proj`, in this order: z, x, B, C and dt of the paper.
     sizes = {"gate": c.inner, "x": c.inner, "b": small, "c": small, "steps": c.heads}
-    table |= under("layers/", ranges(sizes, "outputs", mixer + "in_proj.weight", TURNED))
+    table |= under("layers/", consecutive(sizes, "outputs", mixer + "in_proj.weight", TURNED))
     # The convolution is over x, B and C.
     kernels = {"conv_x": c.inner, "conv_b": small, "conv_c": small}
     biases = {"conv_x_bias": c.inner, "conv_b_bias": small, "conv_c_bias": small}
     kernel, bias = "channels 1 taps -> taps channels", "channels -> channels"
-    table |= under("layers/", ranges(kernels, "channels", mixer + "conv1d.weight", kernel))
-    table |= under("layers/", ranges(biases, "channels", mixer + "conv1d.bias", bias))
+    table |= under("layers/", consecutive(kernels, "channels", mixer + "conv1d.weight", kernel))
+    table |= under("layers/", consecutive(biases, "channels", mixer + "conv1d.bias", bias))
     return table | own_head(c)

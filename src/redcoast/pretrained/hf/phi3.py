@@ -8,7 +8,7 @@ from .._settings import Fields, Settings, write_fields
 from .._tensors import Tensor
 from ._kinds import Kind, kind_of, read_kind, transformer_tensors
 from ._rope import PART, rope_of, rotated_part, unread
-from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up, ranges
+from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, consecutive, gate_and_up
 
 BASE_PREFIX = "model."
 
@@ -111,5 +111,5 @@ def tensors(config: Phi3Config) -> dict[str, Tensor]:
     tables = transformer_tensors(config)
     # The rows are the heads of the queries, then those of the keys, then those of the values.
     heads = {"layers/wq": config.heads, "layers/wk": config.kv_heads, "layers/wv": config.kv_heads}
-    tables |= ranges(heads, "heads", LLAMA_LAYER + "self_attn.qkv_proj.weight", INTO_HEADS)
+    tables |= consecutive(heads, "heads", LLAMA_LAYER + "self_attn.qkv_proj.weight", INTO_HEADS)
     return tables | gate_and_up(LLAMA_LAYER + "mlp.gate_up_proj")

@@ -11,11 +11,11 @@ from ._tables import (
     TURNED,
     VECTOR,
     attention,
+    consecutive,
     fused,
     layers_with,
     llama_ends,
     qk_norms,
-    ranges,
     under,
     weights,
 )
@@ -136,7 +136,7 @@ def _delta_net(c: Qwen3_5Config, layer: str) -> dict[str, Tensor]:
     }
     # Queries, keys and values are in one tensor, one behind the other.
     weights = {"wq": c.keys, "wk": c.keys, "wv": c.values}
-    table |= ranges(weights, "outputs", name + "in_proj_qkv.weight", TURNED)
+    table |= consecutive(weights, "outputs", name + "in_proj_qkv.weight", TURNED)
     kernels = {"conv_q": c.keys, "conv_k": c.keys, "conv_v": c.values}
     kernel = "outputs 1 taps -> taps outputs"
-    return table | ranges(kernels, "outputs", name + "conv1d.weight", kernel)
+    return table | consecutive(kernels, "outputs", name + "conv1d.weight", kernel)

@@ -146,9 +146,9 @@ def test_every_number_is_read_also_in_parts(form, tmp_path):
     (tmp_path / "plain").mkdir()
     write_raw(tmp_path / "plain/model.safetensors", plain)
     (tmp_path / "plain/config.json").write_text(json.dumps(write_config(CONFIG)))
-    found, expected = (rc.load_pretrained(tmp_path / name) for name in ("quantised", "plain"))
-    assert found.layers.gate.dtype == jnp.bfloat16  # that of the other tensors
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    loaded, expected = (rc.load_pretrained(tmp_path / name) for name in ("quantised", "plain"))
+    assert loaded.layers.gate.dtype == jnp.bfloat16  # that of the other tensors
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
     sharded = rc.load_pretrained(tmp_path / "quantised", mesh=rc.make_mesh(fsdp=2, model=4))
     jax.tree.map(np.testing.assert_array_equal, sharded, expected)
 

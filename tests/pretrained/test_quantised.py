@@ -172,14 +172,14 @@ def test_fp8_is_numbers_times_scales(form, saved, tmp_path):
     tensors = requantised(saved / "llama", tmp_path / "fp8", in_fp8(form), **FORMS[form][-1])
     model = rc.load_pretrained(tmp_path / "fp8")
     assert model.config == LLAMA
-    found = saved_tensors(model, tmp_path / "again")
+    saved_again = saved_tensors(model, tmp_path / "again")
     plain = load_file(saved / "llama/model.safetensors")
-    assert found.keys() == plain.keys()
+    assert saved_again.keys() == plain.keys()
     for name, x in plain.items():
         if "_proj" in name:
             x = expected_fp8(form, tensors, name, x.shape, jnp.bfloat16)
-        assert found[name].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(found[name].view(np.uint16), x.view(np.uint16))
+        assert saved_again[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(saved_again[name].view(np.uint16), x.view(np.uint16))
 
 
 def test_products_are_rounded_once_to_the_dtype_that_is_asked_for(saved, tmp_path):
@@ -187,10 +187,10 @@ def test_products_are_rounded_once_to_the_dtype_that_is_asked_for(saved, tmp_pat
     tensors = requantised(saved / "llama", tmp_path / "fp8", in_fp8(form, E5M2), **FORMS[form][-1])
     name = "model.layers.1.mlp.up_proj.weight"
     for dtype in (np.float32, np.float16):
-        found = rc.load_pretrained(tmp_path / "fp8", dtype=dtype).layers.up[1].T
+        loaded = rc.load_pretrained(tmp_path / "fp8", dtype=dtype).layers.up[1].T
         with np.errstate(over="ignore"):
-            expected = expected_fp8(form, tensors, name, found.shape, dtype)
-        np.testing.assert_array_equal(found, expected)
+            expected = expected_fp8(form, tensors, name, loaded.shape, dtype)
+        np.testing.assert_array_equal(loaded, expected)
 
 
 def test_scales_do_not_choose_the_dtype():
@@ -250,12 +250,12 @@ def test_mxfp4_on_a_mesh_and_in_pieces(fill, most, saved, tmp_path, monkeypatch)
     specs = {(2, 3, 64, 32): P(None, None, "data", "model"), (2, 3, 32, 64): P(None, None, "model")}
     place = lambda x: NamedSharding(mesh, specs.get(x.shape, P()))
     model = rc.load_pretrained(tmp_path / "mxfp4", shardings=jax.tree.map(place, abstract))
-    found = saved_tensors(model, tmp_path / "again")
+    saved_again = saved_tensors(model, tmp_path / "again")
     for i in range(2):
         for part in ("gate_up_proj", "down_proj"):
             name = f"model.layers.{i}.mlp.experts.{part}"
             expected = expected_mxfp4(tensors, name).view(np.uint16)
-            np.testing.assert_array_equal(found[name].view(np.uint16), expected)
+            np.testing.assert_array_equal(saved_again[name].view(np.uint16), expected)
 
 
 class Counted:
@@ -387,5 +387,5 @@ def test_language_models_in_others_are_dequantised(part, saved, tmp_path):
         del text["quantization_config"]
     settings = {"model_type": "llava"} if part else outer
     file.write_text(json.dumps(settings | {"text_config": text}))
-    found, expected = (rc.load_pretrained(tmp_path / name) for name in ("fp8", "plain"))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    loaded, expected = (rc.load_pretrained(tmp_path / name) for name in ("fp8", "plain"))
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions
@@ -91,8 +91,8 @@ def make_job(
     check_memory(memory)
     batch = batch_shapes(batch)
 
-    def evaluate() -> TrainState:
-        create = lambda key: init_state(
+    def create(key: PRNGKeyArray) -> TrainState:
+        return init_state(
             init_fn,
             optimizer,
             key=key,
@@ -100,6 +100,8 @@ def make_job(
             trainable=trainable,
             average=average,
         )
+
+    def evaluate() -> TrainState:
         state = eqx.filter_eval_shape(create, abstract_key())
         # An error in the loss is the same on all meshes, so it is raised here, before planning.
         eqx.filter_eval_shape(training.loss, state.model, batch, abstract_key())

@@ -145,7 +145,10 @@ def seconds_at_peak(
     # With frozen leaves, the backward pass has fewer products than that.
     if chip is None or training.trainable is not eqx.is_inexact_array:
         return None
-    trace = lambda: eqx.filter_make_jaxpr(training.loss)(state.model, batch, abstract_key())
+
+    def trace() -> PyTree:
+        return eqx.filter_make_jaxpr(training.loss)(state.model, batch, abstract_key())
+
     jaxpr, _, _ = trace_for(mesh, trace)
     flops = contractions(jaxpr).flops
     # Without a rate for each dtype, a time would be too short.

@@ -71,10 +71,15 @@ def trip_count(scope: CallScope, loop: Instruction) -> int | None:
     if known is not None:
         return int(known[1])
     compared = _comparison(_symbolic(scope, callee(loop, "condition")))
-    start = lambda place: _value(scope, operands(loop)[0], place)
-    after = lambda place: _root(_symbolic(scope, callee(loop, "body")), place)
     if compared is None:
         return None
+
+    def start(place: Any) -> Value:
+        return _value(scope, operands(loop)[0], place)
+
+    def after(place: Any) -> Value:
+        return _root(_symbolic(scope, callee(loop, "body")), place)
+
     return solve(compared, start, after)
 
 

@@ -63,7 +63,7 @@ class ArrayToRead:
         return self.sharding.shard_shape(self.shape)
 
     def assemble(self, boxes: Mapping[Any, jax.Array]) -> jax.Array:
-        shards = list(map(boxes.__getitem__, self.starts))
+        shards = [boxes[device] for device in self.starts]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
 

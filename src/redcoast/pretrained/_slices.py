@@ -154,4 +154,5 @@ def insert(tensor: Tensor, part: np.ndarray, out: np.ndarray) -> None:
         if factor in moved:
             order.append(moved.index(factor))
     view = out.reshape(shape)  # not a copy, since `out` is contiguous
-    view[tuple(index)] = part.reshape(list(map(sizes.__getitem__, moved))).transpose(order)
+    moved_shape = [sizes[factor] for factor in moved]
+    view[tuple(index)] = part.reshape(moved_shape).transpose(order)

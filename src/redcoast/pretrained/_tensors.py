@@ -151,7 +151,7 @@ def _known_size(factor: str, tensor: Tensor) -> int | None:
 
 
 def _words(factors) -> str:
-    return " and ".join(map("`{}`".format, sorted(factors)))
+    return " and ".join(f"`{factor}`" for factor in sorted(factors))
 
 
 def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:

@@ -59,7 +59,7 @@ def as_stored(
     axes: list[Axes] = [()] * array.ndim
     if spec is not None:
         for d, entry in enumerate(spec):
-            axes[d] = tuple(filter(sizes.__contains__, _names(entry)))
+            axes[d] = tuple(axis for axis in _names(entry) if axis in sizes)
     dims = [(array.shape[d], axes[d]) for d in order]
     part_sizes, part_axes = zip(*_merge_dims(dims[stacked:], shape), strict=True)
     layout = MatrixLayout(tuple(order), tuple(shape), tuple(dims[:stacked]), part_sizes, part_axes)

@@ -12,6 +12,13 @@ def between_marks(text: str, name: str, new: str) -> str:
     return f"{before}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
 
 
+def number(value: int | float | None, form: str, missing: str = "-") -> str:
+    """The cell of a number in a table, or a sign in place of one that is missing."""
+    if value is None:
+        return missing
+    return f"{value:{form}}"
+
+
 class Printed:
     """Prints the lines of a table as they are measured, and then writes them into a page."""
 

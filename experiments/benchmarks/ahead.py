@@ -100,10 +100,16 @@ def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
 
 def cells(rows: list[dict[str, Any] | None]) -> list[str]:
     """The communication of each layout, then all numbers of collectives, and all temporaries."""
-    sent = [number(row and row["sent_bytes"] / 1e6, ",.1f") for row in rows]
+    sent = [millions(row, "sent_bytes", ",.1f") for row in rows]
     times = " / ".join("-" if row is None else str(row["collectives"]) for row in rows)
-    kept = " / ".join(number(row and row["temporary_bytes"] / 1e6, ",.0f") for row in rows)
+    kept = " / ".join(millions(row, "temporary_bytes", ",.0f") for row in rows)
     return [*sent, times, kept]
+
+
+def millions(row: dict[str, Any] | None, name: str, form: str) -> str:
+    if row is None:
+        return number(None, form)
+    return number(row[name] / 1e6, form)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import gigabytes, markdown, peak_gib, read_cells, refused, sent_bytes, write_cell
+from _pages import number
 from _table1 import COLUMNS, choose, choose_rows, in_order, measure
 
 CLOSE = 0.1  # the relative error of the peak that counts as close
@@ -88,7 +89,9 @@ def summary(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 
 def span(values: list[float], form: str) -> str:
-    return f"{min(values):{form}} to {max(values):{form}}" if values else "-"
+    if not values:
+        return "-"
+    return f"{min(values):{form}} to {max(values):{form}}"
 
 
 def line(target: dict[str, Any], cpu: dict[str, Any]) -> list[str]:
@@ -98,9 +101,9 @@ def line(target: dict[str, Any], cpu: dict[str, Any]) -> list[str]:
         target["target"],
         peak_gib(target),
         peak_gib(cpu),
-        "-" if share is None else f"{share:+.1%}",
+        number(share, "+.1%"),
         *(gigabytes(sent_bytes(cell)) for cell in (target, cpu)),
-        "-" if more is None else f"{more:.2f}",
+        number(more, ".2f"),
     ]
 
 
@@ -119,12 +122,16 @@ def below(target: dict[str, Any], cpu: dict[str, Any]) -> bool:
 def times(target: dict[str, Any], cpu: dict[str, Any]) -> float | None:
     """The ratio of the bytes communicated."""
     sent, by_cpu = sent_bytes(target), sent_bytes(cpu)
-    return by_cpu / sent if sent and by_cpu is not None else None
+    if not sent or by_cpu is None:
+        return None
+    return by_cpu / sent
 
 
 def name(cell: dict[str, Any]) -> str:
-    column = "" if cell["column"] == "paper" else f", {cell['column']}"
-    return f"{cell['model']} ({cell['seq']}){column}"
+    text = f"{cell['model']} ({cell['seq']})"
+    if cell["column"] == "paper":
+        return text
+    return f"{text}, {cell['column']}"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _pages import Printed
+from _pages import Printed, number
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -86,7 +86,9 @@ def main(
     for name, (_, text, size) in programs.items():
         counts = Counter(re.findall(r" ([a-z\-]+)\(", text))
         cells = [str(counts[x]) if text else "" for x in COUNTED]
-        cells += ["" if size is None else f"{size / 1e6:.0f}"]
+        if size is not None:
+            size /= 1e6
+        cells.append(number(size, ".0f", missing=""))
         pairs = zip(times[name][1:], times["Flax, by hand"][1:], strict=True)
         ratios = [x / y for x, y in pairs]  # the first turn compiles
         ends = f"{min(ratios):.2f} {max(ratios):.2f}"

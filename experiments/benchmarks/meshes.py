@@ -25,6 +25,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _cells import markdown
+from _pages import number
 
 import redcoast as rc
 from redcoast_cli._workload import make_workload
@@ -100,10 +101,12 @@ def line(row: Row) -> list[str]:
     cells += [f"{len(fit)} of {len(row['meshes'])}" + (f", {failed} failed" if failed else "")]
     for key, unit, digits in (("sent_bytes", 1e6, ",.0f"), ("seconds", 1e-3, ",.1f")):
         least = min((candidate[key] for candidate in fit or compiled), default=0)
-        cells += [
-            "-" if value is None else f"{value / unit:{digits}}" for value in (mine[key], least)
-        ]
-        cells += [f"{mine[key] / least:.2f}" if mine[key] and least else "-"]
+        own, ratio = None, None
+        if mine[key] is not None:
+            own = mine[key] / unit
+        if mine[key] and least:
+            ratio = mine[key] / least
+        cells += [number(own, digits), number(least / unit, digits), number(ratio, ".2f")]
     of = [candidate["peak_memory"] / candidate["estimated_memory"] for candidate in compiled]
     return [*cells, f"{min(of):.2f} to {max(of):.2f}" if of else "-"]
 

@@ -93,7 +93,9 @@ def main(platforms: tuple[Platform, ...], /, page: Path | None = None) -> None:
 def measure(program: Program, mesh: Mesh, dtype: str) -> tuple[str, str, str]:
     compiled = compile_step(program, mesh, dtype)
     costs: Any = compiled.cost_analysis() or {}
-    accessed = f"{costs['bytes accessed'] / 1e9:.2f}" if costs else "-"
+    accessed = "-"
+    if costs:
+        accessed = f"{costs['bytes accessed'] / 1e9:.2f}"
     platform = mesh.devices.flat[0].platform
     kept = f"{temporary_bytes(compiled.memory_analysis(), platform) / 1e6:,.0f}"
     return kept, accessed, str(count_collectives(compiled.as_text(), mesh)["collectives"])

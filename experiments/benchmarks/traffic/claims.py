@@ -72,7 +72,9 @@ def failures(rows: list[Row]) -> Iterator[Check]:
 
 def ratio(ours: Row, theirs: Row) -> tuple[float, str]:
     a, b = ours["sent_bytes"], theirs["sent_bytes"]
-    value = a / b if b else float(a > 0)
+    value = float(a > 0)
+    if b:
+        value = a / b
     return value, f"{a / 1e6:.2f} MB against {b / 1e6:.2f} MB ({theirs['column']}), {value:.3f}"
 
 

@@ -37,7 +37,9 @@ def measure(case: Case, mesh: Mesh, column: str) -> dict[str, Any] | None:
     }
     try:
         layout = COLUMNS[column](case, mesh)
-        return None if layout is None else row | measure_layout(case, mesh, layout, column)
+        if layout is None:
+            return None
+        return row | measure_layout(case, mesh, layout, column)
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
@@ -90,8 +92,10 @@ def uniform(loss: Any) -> PyTree:
 
     def wrapped(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
         out = loss(params, batch, key)
-        value, *rest = out if isinstance(out, tuple) else (out,)
-        return value, (rest[0] if rest else {}, rest[1] if len(rest) > 1 else None)
+        if not isinstance(out, tuple):
+            return out, ({}, None)
+        value, aux, *models = out
+        return value, (aux, *(models or [None]))
 
     return wrapped
 
@@ -160,7 +164,8 @@ def compare(case: Case, results: Any) -> dict[str, Any]:
     errors = {}
     for (path, right), ours in zip(named, jax.tree.leaves(results[1]), strict=True):
         size = np.max(np.abs(right))
-        size = size if size > ROUNDING * largest else largest
+        if not size > ROUNDING * largest:  # or it is NaN
+            size = largest
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         errors[name] = float(np.max(np.abs(ours - right)) / size)
     worst = max(errors, key=lambda name: (not np.isfinite(errors[name]), errors[name]))

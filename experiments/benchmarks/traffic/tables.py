@@ -3,6 +3,7 @@
 from typing import Any
 
 from _cells import markdown as markdown
+from _pages import number as number
 
 from .claims import Place, Row, by_place
 
@@ -41,11 +42,15 @@ def detail_table(rows: list[Row], mesh: tuple[int, ...]) -> str:
         ]
         for place, row in places
     ]
-    return markdown(head, body) if body else ""
+    if not body:
+        return ""
+    return markdown(head, body)
 
 
 def megabytes(row: Row | None, name: str) -> str:
-    return number(row[name] / 1e6 if row and row[name] is not None else None, ".2f")
+    if row is None or row[name] is None:
+        return "-"
+    return number(row[name] / 1e6, ".2f")
 
 
 def gradient_error(row: Row) -> str:
@@ -53,10 +58,6 @@ def gradient_error(row: Row) -> str:
     if "float64" in row:
         return f"{number(row['float64']['grad_error'], '.0e')} in float64"
     return number(row.get("grad_error"), ".0e")
-
-
-def number(value: Any, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def claim_lines(claims: list[dict[str, Any]]) -> str:

@@ -141,7 +141,7 @@ OF_TWO_LENGTHS = """
 import jax, numpy as np, optax
 import redcoast as rc
 rc.initialize()
-count = 20 - 3 * jax.process_index()
+count = 20 - MISSING * jax.process_index()
 loss_fn = lambda model, batch, key: ((batch @ model) ** 2).mean()
 examples = lambda: iter(np.ones((count, 4), np.float32))
 rc.fit(np.ones(4, np.float32), optax.sgd(0.1), examples, loss_fn=loss_fn, batch_size=4, epochs=1)
@@ -149,8 +149,10 @@ rc.fit(np.ones(4, np.float32), optax.sgd(0.1), examples, loss_fn=loss_fn, batch_
 
 
 @pytest.mark.integration
-def test_a_stream_that_ends_early_on_one_process_ends_the_run_with_a_reason():
-    for process in run_processes(OF_TWO_LENGTHS, processes=2, timeout=120):
+@pytest.mark.parametrize("missing", [3, 8], ids=["in a batch", "at its end"])
+def test_a_stream_that_ends_early_on_one_process_ends_the_run_with_a_reason(missing):
+    script = OF_TWO_LENGTHS.replace("MISSING", str(missing))
+    for process in run_processes(script, processes=2, timeout=120):
         assert process.returncode != 0
         assert "`examples` gave" in process.output
         assert "A stream must give the same examples on all processes" in process.output

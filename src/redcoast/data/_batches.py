@@ -459,6 +459,10 @@ class Batches:
             return
         if self.step == 0:
             raise ValueError(_EMPTY)
+        # Another process may have more examples, and then cannot go on without this one.
+        processes = {device.process_index for device in self.mesh.devices.flat}
+        if len(processes) == jax.process_count():
+            exchange("the end of `examples`", self.step)
         if self._steps is not None and self.step < self._steps:
             logger.warning("The stream ended after %d of %d steps.", self.step, self._steps)
 

@@ -327,7 +327,7 @@ def test_an_unwritable_directory_raises_at_once(tmp_path):
     with pytest.raises(OSError, match="file"):
         Saver(rc.Checkpoints(tmp_path / "file"))
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(OSError, match="checkpoints, is a file, or inside one"):
+    with pytest.raises(OSError, match="checkpoints, is a file, a link to nothing, or inside"):
         Saver(rc.Checkpoints(tmp_path))
 
 

@@ -21,7 +21,8 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise type(error)(
-            f"The directory of the run, {directory}, is a file, or inside one. Choose a directory."
+            f"The directory of the run, {directory}, is a file, a link to nothing, or inside one. "
+            "Choose a directory."
         ) from None
     except OSError as error:
         raise type(error)(

@@ -123,10 +123,13 @@ def test_a_second_signal_stops_at_once(tmp_path):
 
 
 IN_NATIVE_CODE = """
-import sys
+import signal
 import jax, optax
 import redcoast as rc
 from problem import collate_fn, loss_fn, make_examples, make_model
+
+# A shell lets what it runs in the background ignore interrupts, which processes inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def slow_loss(model, batch, key):
     loss, aux = loss_fn(model, batch, key)
@@ -148,7 +151,6 @@ rc.fit(
 def test_a_second_signal_ends_a_process_that_waits_for_a_program(number):
     """Python's handlers do not run there: neither signal had any effect until the program ended."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    # A shell lets what it runs in the background ignore interrupts, which processes inherit.
     process = subprocess.Popen(
         [sys.executable, "-c", IN_NATIVE_CODE],
         cwd=HELPERS,
@@ -156,7 +158,6 @@ def test_a_second_signal_ends_a_process_that_waits_for_a_program(number):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout.readline() == "running\n"
     time.sleep(1)  # until it waits

@@ -39,8 +39,8 @@ class Service:
 
 
 @pytest.fixture(params=["TensorBoard", "trackio"])
-def logger_of(request, monkeypatch, tmp_path):
-    """A function that returns the logger of a service; the parameter is the service's name."""
+def service_and_logger(request, monkeypatch, tmp_path):
+    """The name of a service, and a function that returns its logger."""
 
     def install(service):
         module: Any = types.ModuleType("service")
@@ -51,8 +51,7 @@ def logger_of(request, monkeypatch, tmp_path):
             return rc.trackio_logger(project="lm")
         return rc.tensorboard_logger(tmp_path)
 
-    install.name = request.param
-    return install
+    return request.param, install
 
 
 def log_run(log, steps=50):
@@ -64,7 +63,9 @@ def log_run(log, steps=50):
 
 
 @pytest.mark.parametrize("name", ["begin", "log", "close"])
-def test_an_error_is_one_warning(logger_of, caplog, name):
+def test_an_error_is_one_warning(service_and_logger, caplog, name):
+    service_name, logger_of = service_and_logger
+
     def fail():
         raise OSError("no space left on device")
 
@@ -74,23 +75,25 @@ def test_an_error_is_one_warning(logger_of, caplog, name):
     log({"loss": 1.0}, 51)
     log.close()
     (record,) = caplog.records
-    assert f"{logger_of.name} failed (OSError: no space left on device)" in record.message
+    assert f"{service_name} failed (OSError: no space left on device)" in record.message
     assert len(service.logged) == (50 if name == "close" else 0)
 
 
 @pytest.mark.parametrize("name", ["begin", "log", "close"])
-def test_no_step_waits_and_the_end_waits_for_a_limited_time(logger_of, caplog, name):
+def test_no_step_waits_and_the_end_waits_for_a_limited_time(service_and_logger, caplog, name):
     """tensorboardX waits forever for its thread, which has ended if the disk is full."""
+    service_name, logger_of = service_and_logger
     over = threading.Event()
     log = logger_of(Service(**{name: over.wait}))
     log._thread._close_timeout = 0.2
     log_run(log)  # it would not return if a step waited
     over.set()
     (record,) = caplog.records
-    assert f"{logger_of.name} did not finish within 0.2 seconds" in record.message
+    assert f"{service_name} did not finish within 0.2 seconds" in record.message
 
 
-def test_all_metrics_arrive_in_order_however_slow_it_is(logger_of, caplog):
+def test_all_metrics_arrive_in_order_however_slow_it_is(service_and_logger, caplog):
+    _, logger_of = service_and_logger
     service = Service(log=lambda: time.sleep(0.002))
     log_run(logger_of(service))
     assert service.logged == [({"eval/loss": float(step)}, step) for step in range(1, 51)]

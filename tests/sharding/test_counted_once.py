@@ -59,6 +59,12 @@ def nearest(model, batch, key):
     return jnp.mean((codes - hidden) ** 2)
 
 
+def mixed(model, batch, key):
+    """What each device mixes of all rows is gathered, and no sum over devices."""
+    weights = jax.nn.softmax(batch @ batch.T)
+    return jnp.mean(jnp.tanh(weights @ (weights @ jnp.tanh(batch @ model))) ** 2)
+
+
 def solved(model, batch, key):
     """Each device runs such a loop alone, and gradients are summed after it."""
 
@@ -99,6 +105,7 @@ CASES = {
     "rematerialised": (rematerialised, [BLOCK] * 2, 1),
     "frozen": (frozen, [BLOCK] * 2, 8),
     "nearest": (nearest, {"up": array(64, 32), "codes": array(512, 32)}, 8),
+    "mixed": (mixed, array(64, 64), 8),
     "solved": (solved, [BLOCK], 8),
     "solved, FSDP": (solved, [BLOCK], 1),
     # Layers are gathered for the loop, for the loop again, and for its derivative.
@@ -111,7 +118,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(CASES, "rematerialised", "whole scan", "nearest"))
+@pytest.mark.parametrize("name", few_of(CASES, "rematerialised", "whole scan", "nearest", "mixed"))
 def test_gathers_and_gradients_are_counted_as_often_as_they_are_sent(name):
     fn, model, data = CASES[name]
     mesh = real_mesh(data, 8 // data, 1)

@@ -13,7 +13,6 @@ which therefore decides what becomes of the dimension. For `[i k], [k j] -> [i j
 What an operation does not carry ends a sharding or moves rows (`_gather_whole`, `_reshard_moved`).
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -252,21 +251,26 @@ def _reshard_moved(applied: _AppliedRule) -> None:
 
 
 def _sum_forward(applied: _AppliedRule) -> None:
-    """Records partial sums: each device sums over its part of a reduced dimension."""
-    rule = applied.rule
-    operands_with = Counter(dim.slowest for dim in applied.before)
-    summed: set[Factor] = set()
+    """Records partial sums: each device sums over its part of a reduced dimension.
+
+    An array that is sharded along an earlier dimension is not sharded along this one. Of two
+    operands that are, as in a product with a matrix of pairs of rows, the other one is gathered.
+    """
+    graph, rule = applied.graph, applied.rule
+    summed: dict[Factor, list[_Dim]] = {}
     for dim in applied.before:
-        # Both operands of a product have the factor, and there is one sum.
-        if dim.slowest not in rule.reduced - rule.blocked or dim.slowest in summed:
-            continue
-        summed.add(dim.slowest)
-        preceding = applied.indexed
-        if operands_with[dim.slowest] == 1:
-            # An array that is sharded along an earlier dimension is not sharded along this one.
-            preceding = dim.value.dims[: dim.d]
+        if dim.slowest in rule.reduced - rule.blocked:
+            summed.setdefault(dim.slowest, []).append(dim)
+    for dims in summed.values():
+        earlier = [dim.value.dims[: dim.d] for dim in dims]
+        preceding = tuple(chain(*earlier))
+        if len(dims) > 1:
+            preceding += applied.indexed
+        for dim, own, others in zip(dims, earlier, reversed(earlier), strict=True):
+            if len(dims) == 2 and others:
+                graph.add_batch_gather(dim.value, dim.node, preceding=others, along=own)
         for result in applied.results:
-            applied.graph.add_partial_sum(dim.node, result, preceding=preceding)
+            graph.add_partial_sum(dims[0].node, result, preceding=preceding)
 
 
 def _sum_backward(applied: _AppliedRule) -> None:

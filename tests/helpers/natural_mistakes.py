@@ -277,6 +277,11 @@ ROWS = {
         ValueError,
         "has no arrays, but .*Pass the parameters as the model",
     ),
+    "a schedule by position": (
+        lambda d: rc.learning_rate_schedule(1e-3, 100),
+        TypeError,
+        r"`learning_rate_schedule` takes arguments by name, .*: examples, batch_size",
+    ),
     # The 32 of a newcomer.
     "key of the batch": (
         lambda d: fit(lambda m, b, k: jnp.mean(b["image"])),

@@ -1,3 +1,4 @@
+import inspect
 import math
 from typing import Any
 
@@ -140,6 +141,6 @@ def test_bad_input(changes, message):
 
 
 def test_unknown_decay():
-    unchecked: Any = getattr(learning_rate_schedule, "__wrapped__", learning_rate_schedule)
+    unchecked: Any = inspect.unwrap(learning_rate_schedule)  # without the checks of types
     with pytest.raises(ValueError, match="'exponential'. It must be 'cosine' or 'linear'"):
         unchecked(0.1, examples=10, batch_size=2, steps=5, decay="exponential")

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
 from ..core._errors import check_integer, check_kind, check_number, several
-from ..core._frames import warn
+from ..core._frames import hide_frames, warn
 from ..core._pytree import show_path
 from ..sharding import find_uses
 from ._divide import StoredMatrices, compute_divided
@@ -32,6 +32,7 @@ from ._matrix_stacks import (
 )
 
 
+@hide_frames
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     dimensions: PyTree[Numbers | None],

@@ -11,12 +11,14 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..core._errors import check_choice, check_integer, check_number
+from ..core._frames import hide_frames
 
 # An optax schedule with a narrower result type.
 Schedule = Callable[[ArrayLike], Array]
 Decay = Literal["cosine", "linear", "constant"]
 
 
+@hide_frames
 def learning_rate_schedule(
     peak: int | float,
     *,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from ..core._frames import hide_frames
 from ._divide import compute_divided
 from ._matrix_stacks import Matrices, Numbers, sides_of
 from ._side_statistics import (
@@ -29,6 +30,7 @@ from ._side_statistics import (
 _GRAFT_EPS = 1e-8  # added to the root of the squares, as in Adam
 
 
+@hide_frames
 def shampoo(
     learning_rate: optax.ScalarOrSchedule,
     dimensions: PyTree[Numbers | None],

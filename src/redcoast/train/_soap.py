@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from ..core._frames import hide_frames
 from ._divide import StoredMatrices, compute_divided
 from ._matrix_stacks import Matrices, Numbers
 from ._side_statistics import (
@@ -26,6 +27,7 @@ from ._side_statistics import (
 )
 
 
+@hide_frames
 def soap(
     learning_rate: optax.ScalarOrSchedule,
     dimensions: PyTree[Numbers | None],

@@ -38,8 +38,8 @@ class Exists:
 
     names: tuple[str, ...] = ()
 
-    def is_met(self, value: str | Path) -> bool:
-        return str(value) in self.names or Path(value).exists()
+    def is_met(self, value: str) -> bool:
+        return value in self.names or Path(value).exists()
 
 
 FromZero = Annotated[int, Least(0)]
@@ -116,7 +116,7 @@ def refuse_impossible(options: Any) -> None:
             refuse(f"{name} must be a number from 0 on, but is {value}.")
         elif type(value) is int and value < least.number:
             refuse(f"{name} must be at least {least.number}, but is {value}.")
-        elif exists and value is not None and not exists.is_met(value):
+        elif exists and value is not None and not exists.is_met(str(value)):
             refuse(f"{name} is {value}, which does not exist.")
 
 

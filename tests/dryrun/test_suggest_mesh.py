@@ -275,7 +275,7 @@ def test_a_mesh_that_a_memory_plan_makes_fit():
     assert 0 < found.recomputed < 0.2
     assert found.priced_seconds > keeping.priced_seconds
     # Without recomputation, the step fits on no mesh.
-    chosen: Any = estimate_mesh(job, place, cheapest(job, place))
+    chosen: Any = estimate_mesh(job, place, promising(job, place)[0])
     assert chosen.estimated_memory <= job.memory < keeping.estimated_memory
 
 

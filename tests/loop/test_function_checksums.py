@@ -1,6 +1,7 @@
 """Functions of a run are recognised by their code, and by the numbers that they hold."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,9 +28,10 @@ def method_of(weight):
     return Loss().loss_fn
 
 
+NUMPY: Any = np.float32  # which optax accepts, and its annotation does not have
 PAIRS = {
     "rate": (lambda: optax.adam(1e-2), lambda: optax.adam(1e-3)),
-    "NumPy's rate": (lambda: optax.sgd(np.float32(0.5)), lambda: optax.sgd(np.float32(0.25))),
+    "NumPy's rate": (lambda: optax.sgd(NUMPY(0.5)), lambda: optax.sgd(NUMPY(0.25))),
     "kind": (lambda: optax.adam(1e-2), lambda: optax.nadam(1e-2)),
     "decay": (lambda: optax.adamw(1e-2), lambda: optax.adamw(1e-2, weight_decay=0.1)),
     "schedule": (

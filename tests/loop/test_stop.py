@@ -159,6 +159,7 @@ def test_a_second_signal_ends_a_process_that_waits_for_a_program(number):
         stderr=subprocess.DEVNULL,
         text=True,
     )
+    assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     time.sleep(1)  # until it waits
     process.send_signal(number)

@@ -29,7 +29,7 @@ logger = logging.getLogger("redcoast")
 _TRIED = "Raised in the evaluation of one batch after the first step."
 
 
-class _Postponed(Exception):  # no error
+class Postponed(Exception):  # no error
     """Ends an evaluation that follows when the run is resumed."""
 
 
@@ -228,11 +228,11 @@ class TrainingLoop:
             def count_batch() -> None:
                 advance()
                 if may_postpone and self.stopping() and self.stopping.level > ASKED:
-                    raise _Postponed
+                    raise Postponed
 
             try:
                 metrics = evaluation(model, state.key, advance=count_batch)
-            except _Postponed:
+            except Postponed:
                 return None
             if self._explains_nan and math.isnan(metrics.get("loss", 0.0)):
                 # Once in a run: an explanation reads all examples again.

@@ -39,11 +39,7 @@ os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cach
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
-from annotations import (  # noqa: E402
-    check_annotations,
-    pytest_configure,  # noqa: F401  # a hook
-    pytest_runtest_setup,  # noqa: F401  # a hook
-)
+from annotations import check_annotations  # noqa: E402
 from budget import pytest_runtest_call  # noqa: E402, F401  # a hook
 from grids import pytest_collection_modifyitems  # noqa: E402, F401  # a hook
 from threads_as_processes import together  # noqa: E402, F401  # a fixture

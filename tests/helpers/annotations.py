@@ -2,8 +2,6 @@
 
 jaxtyping binds the arguments of every call to remember the sizes of arrays. Here it does so for the
 functions whose annotations name arrays. Those of other functions are checked by beartype alone.
-The default suite checks the first calls of a function in each test: a planner calls its smallest
-functions ten thousand times. The other sessions check all calls.
 """
 
 import collections
@@ -21,11 +19,6 @@ import jaxtyping
 # that are made first are checked.
 MOST_TIMES = 3
 made = collections.Counter()
-# How many calls of a function are checked in each test of the default suite.
-MOST_CALLS = 5
-# For each function that was called, how many of its calls are still checked in this test.
-unchecked: list[list[int]] = []
-every_call = False  # whether all calls are checked
 beartyped = beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))
 jaxtyped = jaxtyping.jaxtyped
 
@@ -49,44 +42,27 @@ def check_annotations(f: Any = None, *, typechecker) -> Any:
         check = ft.partial(jaxtyped, typechecker=typechecker)
     else:
         check = beartyped
-    if every_call or not isinstance(f, types.FunctionType) or not plain:
+    if not isinstance(f, types.FunctionType) or not plain:
         return check(f)
-    return check_first_calls(f, check)
+    return check_when_called(f, check)
 
 
-def check_first_calls(f, check):
-    """A function whose first calls in each test are checked by `check(f)`.
+def check_when_called(f, check) -> Any:
+    """A function that is checked by `check(f)`.
 
-    This is made at the first call, as most functions of the package are not called in one process.
+    This is made at the first call: most functions of the package are not called in one process.
     """
     checked: Any = None
-    left = [MOST_CALLS]
 
-    @ft.wraps(f)
     def call(*args, **kwargs):
         nonlocal checked
-        if not left[0]:
-            return f(*args, **kwargs)
         if checked is None:
             checked = check(f)
-            unchecked.append(left)
-        left[0] -= 1
         return checked(*args, **kwargs)
 
     # Like those of beartype, its frames are in no file, so that they are none of the user's.
     call.__code__ = call.__code__.replace(co_filename="<checked annotations>")
-    return call
-
-
-def pytest_runtest_setup():
-    for left in unchecked:
-        left[0] = MOST_CALLS
-
-
-def pytest_configure(config):
-    """The default suite is the one that leaves out thorough tests."""
-    global every_call
-    every_call = "not thorough" not in config.option.markexpr
+    return ft.wraps(f)(call)
 
 
 def names_arrays(annotation):

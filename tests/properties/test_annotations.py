@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import annotations
 import beartype
 import jax.numpy as jnp
 import jaxtyping
 import pytest
-from annotations import MOST_CALLS, MOST_TIMES, check_annotations
+from annotations import MOST_TIMES, check_annotations
 from jax import Array
 from jaxtyping import Float, PyTree
 
@@ -62,27 +61,6 @@ def test_a_function_made_at_each_call_is_checked_at_first(annotation):
         with pytest.raises(TypeError):
             inner("1")
     assert made[-1]("1") == "1"
-
-
-@pytest.mark.parametrize("every_call", [False, True])
-def test_first_calls_in_each_test_are_checked_or_all(monkeypatch, every_call):
-    monkeypatch.setattr(annotations, "every_call", every_call)
-
-    def half(x: int) -> int:
-        return x
-
-    half.__module__ = f"{__name__} {every_call}"  # one for each case
-    half = checked(half)
-    for _ in range(2):
-        annotations.pytest_runtest_setup()  # as the next test begins
-        for _ in range(MOST_CALLS):
-            with pytest.raises(TypeError, match="half"):
-                half("1")  # pyright: ignore[reportArgumentType]
-        if every_call:
-            with pytest.raises(TypeError, match="half"):
-                half("1")  # pyright: ignore[reportArgumentType]
-        else:
-            assert half("1") == "1"  # pyright: ignore[reportArgumentType]
 
 
 def test_each_of_many_classes_with_the_same_fields_is_checked():

@@ -154,6 +154,7 @@ def test_with_64_bits_integers_stay():
         assert tree_to_jax_dtypes({"id": LARGE}, "x")["id"] is LARGE
 
 
+@pytest.mark.thorough
 def test_big_endian_files_train_as_their_copies():
     run = {"loss_fn": loss_fn, "batch_size": 8, "steps": 2, "log": False}
     run["mesh"] = rc.make_mesh(devices=jax.devices()[:1])

@@ -231,6 +231,7 @@ def no_other_loops():
     gc.collect()
 
 
+@pytest.mark.few("Slots")
 @pytest.mark.parametrize("dataset", SLOTS)
 def test_views_of_a_place_for_each_example_are_not_copied(no_other_loops, dataset, monkeypatch):
     copies = []

@@ -364,6 +364,7 @@ def test_misaligned_products_take_longer_on_tensor_cores():
     assert step.misaligned == 0
 
 
+@pytest.mark.thorough
 def test_attention_that_a_cpu_interprets_is_one_kernel():
     """Each block of it would be a kernel otherwise, and most of the estimated time of a step."""
     q = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float32)

@@ -300,6 +300,7 @@ def test_gradients_over_a_whole_slice_of_v4_are_priced_as_all_reduces():
     assert planner_hardware(flat, whole).scatters
 
 
+@pytest.mark.thorough
 def test_attached_devices_are_the_default():
     found = rc.suggest_mesh(*SMALL, compiled=1)
     assert found.target == "8 x cpu"
@@ -307,6 +308,7 @@ def test_attached_devices_are_the_default():
     assert found.usable_memory is None
 
 
+@pytest.mark.thorough
 def test_meshes_that_an_override_rules_out_are_not_chosen():
     found = rc.suggest_mesh(
         *make_mlp(6, 8)(8), target="cpu:4", compiled=1, overrides=[("up", jax.P("model"))]

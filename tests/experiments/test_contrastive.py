@@ -41,6 +41,7 @@ def test_names_and_images_are_matched(mesh, clip, script, monkeypatch, tmp_path)
             picture.verify()
 
 
+@pytest.mark.thorough
 def test_recall_is_the_fraction_of_rows_with_a_right_one_among_the_best(clip):
     rng = np.random.default_rng(0)
     scores, right = rng.normal(size=(40, 9)), rng.random((40, 9)) < 0.2

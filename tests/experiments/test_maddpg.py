@@ -119,6 +119,7 @@ def test_initial_states_depend_on_the_seed_of_the_run_and_on_the_iteration(exper
     assert len({*sum(found, [])}) == 8 * len(places)
 
 
+@pytest.mark.thorough
 def test_episodes_are_those_of_the_environment_and_repeat_with_the_seed(experiment):
     envs = [simple_spread_v3.parallel_env(continuous_actions=True) for _ in range(2)]
     push = np.array([[0.5, -1.0], [-0.25, 0.0], [1.0, 0.75]], np.float32)

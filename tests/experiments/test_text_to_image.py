@@ -25,6 +25,7 @@ def test_short_run_leaves_samples(mesh, script, tmp_path):
     assert results["accuracy_of_real_images"] > 0.7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_sampler_agrees_with_ddim_on_gaussian_data(script, guidance):
     """Images are normal with a mean that the word gives, so the best network is known."""

@@ -79,6 +79,7 @@ def test_models_under_vmap_generate_without_jit():
     np.testing.assert_array_equal(eqx.filter_vmap(call)(several)[0], call(first))
 
 
+@pytest.mark.thorough
 def test_a_traced_call_takes_layers_apart_before_its_loop_if_a_gpu_has_room(monkeypatch):
     """Otherwise each token copies the weights of all layers out of their stacks."""
     model = make()

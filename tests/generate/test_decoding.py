@@ -47,6 +47,7 @@ def test_decoding_is_one_devices(sizes):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_the_loop_of_decoding_is_constrained():
     plan = rc.plan_shardings(MODEL, rc.make_mesh(model=2), fn=loss_fn, args=(TOKENS, None))
     arrays, static = eqx.partition(MODEL, eqx.is_array)

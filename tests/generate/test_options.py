@@ -183,12 +183,12 @@ def test_a_function_of_the_users_changes_logits():
         rc.generate(MODEL, LEFT, max_new_tokens=2, logits_fn=lambda x: x[:, 0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how",
     [{}, {"beams": 2}, {"stream": lambda tokens: None}, {"exact": True}],
     ids=["once", "beams", "stream", "exact"],
 )
-@pytest.mark.few("once")
 def test_a_row_for_which_no_token_is_left_is_an_error(how):
     """A token that the options forbid must not be the answer, not even token 0."""
     with pytest.raises(ValueError, match="excluded for row 0 at new token 0"):

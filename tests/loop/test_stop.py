@@ -437,6 +437,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resumed_run_makes_it(received
     assert [step for step in logged if "eval/loss" in logged[step]] == [2, 4]
 
 
+@pytest.mark.thorough
 def test_a_signal_in_the_last_step_lets_that_run_end_and_no_other_begin(received):
     with handled(signal.SIGTERM):
         assert fit(steps=3, log=signal_at(3, signal.SIGTERM)).step == 3

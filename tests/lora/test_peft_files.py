@@ -96,7 +96,7 @@ SAVED = {
 }
 
 
-@pytest.mark.few("head")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SAVED)
 def test_a_tied_head_is_what_it_is_in_peft(name, tmp_path):
     """PEFT trains a copy of a module that it saves entirely: a head that was tied keeps the
@@ -138,6 +138,7 @@ def test_an_own_head_is_split_as_the_embedding(tmp_path):
     assert loaded.head.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, "model")), 2)
 
 
+@pytest.mark.thorough
 def test_heads_that_are_always_tied_are_refused(tmp_path):
     config = BartConfig(
         vocab=16, width=16, layers=1, decoder_layers=1, heads=2, hidden=16, positions=8,

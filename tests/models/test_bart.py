@@ -73,8 +73,8 @@ def numpy_logits(model, tokens, decoder_tokens):
     return hidden @ model.embed.T + model.logits_bias
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.few("True")
 def test_matches_numpy(scale):
     model = make(scale_embedding=scale)
     logits = logits_of(model)

@@ -72,6 +72,7 @@ def test_coordinates_change_only_in_training_and_within_their_bounds():
     assert 1 / 1.5 <= stretched.min() < 0.9 < 1.1 < stretched.max() <= 1.5 + 1e-6
 
 
+@pytest.mark.thorough
 def test_the_first_tokens_are_not_rotated():
     cos, sin = _angles(CONFIG, (2, 3), jnp.float32, None)
     assert cos.shape == sin.shape == (1, 5 + 6, 1, 4)

@@ -46,7 +46,7 @@ MASKED += [
 ]
 
 
-@pytest.mark.few("llama")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MASKED)
 def test_masks_of_numpy_count_where_a_program_has_them_as_constants(name, tmp_path):
     """Tokenizers return NumPy arrays. Those that are arguments of a program are traced, and so are

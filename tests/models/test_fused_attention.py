@@ -56,8 +56,8 @@ def test_the_backward_pass_is_followed_too():
     assert not unknown(gradient, Q, K, K)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [2, 4])
-@pytest.mark.few("4")
 def test_the_plan_is_that_of_the_products(monkeypatch, model):
     config = LlamaConfig(vocab=256, width=128, layers=2, heads=8, kv_heads=4, hidden=256)
     make = lambda: Llama(config, key=jax.random.key(0))

@@ -42,8 +42,8 @@ def numpy_logits(model, tokens):
     return slow_norm(x, model.norm, model.norm_shift) @ head + model.head_bias
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rotary_dim", "tied"), [(4, False), (2, True), (6, False)])
-@pytest.mark.few("4-False")
 def test_matches_numpy(rotary_dim, tied):
     model = make(GPTJ, CONFIG, rotary_dim=rotary_dim, tied=tied)
     logits = logits_of(model, TOKENS)
@@ -51,6 +51,7 @@ def test_matches_numpy(rotary_dim, tied):
         helpers.close(got, numpy_logits(model, row), 1e-4)
 
 
+@pytest.mark.thorough
 def test_rotation_keeps_what_is_beyond_the_angles():
     x = to_device(np.random.default_rng(0).normal(0, 1, (1, 9, 3, 8)), np.float32)
     angles = rotary_angles(jnp.arange(9)[None], rotary_frequencies(6, 10000.0), jnp.float32)

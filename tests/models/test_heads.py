@@ -93,6 +93,7 @@ def test_only_the_head_of_a_vit_is_fresh():
     assert logits_of(found, jnp.ones((2, 3, 4, 4))).shape == (2, 3)
 
 
+@pytest.mark.thorough
 def test_a_fresh_head_is_of_the_models_dtype():
     found = with_head(helpers.cast(make(Bert, BERT), jnp.bfloat16), labels=2, key=KEY)
     assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype(jnp.bfloat16)}

@@ -74,6 +74,7 @@ def test_packed_texts_do_not_see_each_other():
     check_segments(random_model(ModernBert, CONFIG))
 
 
+@pytest.mark.thorough
 def test_a_window_ends_half_its_size_away():
     """One layer: a token changes the outputs within its window, and no others."""
     config = dataclasses.replace(CONFIG, layers=1, local=(True,))

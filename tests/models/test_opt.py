@@ -50,7 +50,7 @@ def numpy_logits(model, tokens):
     return x @ (model.embed.T if model.head is None else model.head)
 
 
-@pytest.mark.few("changes3")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes", [{}, SMALLEST, BARE, {"final_norm": False, "embed_width": 20, "tied": False}]
 )

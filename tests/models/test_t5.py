@@ -98,8 +98,8 @@ def numpy_logits(model, tokens, decoder_tokens):
     return hidden @ model.head
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [{}, GATED], ids=["t5", "v1.1"])
-@pytest.mark.few("v1.1")
 def test_matches_numpy(changes):
     model = make(**changes)
     logits = logits_of(model)

@@ -82,7 +82,7 @@ FILE = {
 }
 
 
-@pytest.mark.few("1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("stride", [1, 2])
 def test_convolutions_see_a_frame_on_either_side(stride):
     rng = np.random.default_rng(0)
@@ -264,6 +264,7 @@ def test_a_prefix_that_was_chosen_after_loading_is_what_a_file_says(prefix, left
         assert read_decoding(saved, "there").prefix == prefix
 
 
+@pytest.mark.thorough
 def test_files_of_whisper_may_have_the_forced_tokens_in_either_file(tmp_path):
     rc.save_pretrained(random_model(Whisper, CONFIG), tmp_path / "model")
     settings = json.loads((tmp_path / "model/config.json").read_text())

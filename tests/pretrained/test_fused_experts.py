@@ -41,6 +41,7 @@ def test_experts_in_one_tensor_are_read(turned, tmp_path):
         assert jax.tree.all(jax.tree.map(np.array_equal, loaded, model))
 
 
+@pytest.mark.thorough
 def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path):
     rc.save_pretrained(random_model(Mixtral, CONFIG), tmp_path)
     file = tmp_path / "model.safetensors"

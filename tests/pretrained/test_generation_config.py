@@ -64,6 +64,7 @@ def test_what_is_saved_is_loaded(decoding, tmp_path):
     assert rc.load_pretrained(tmp_path / "model").config == config
 
 
+@pytest.mark.thorough
 def test_token_ids_of_the_file_count_more_than_those_of_the_configuration(saved):
     config = config_of(saved / "llama", {"eos_token_id": [5, 6], "pad_token_id": 9})
     assert (config.eos, config.pad) == ((5, 6), 9)

@@ -238,7 +238,7 @@ def expected_mxfp4(tensors, name):
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
-@pytest.mark.few("fill_device-3000")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fill", "most"), [(fill_host, 700), (fill_device, 3000)])
 def test_mxfp4_on_a_mesh_and_in_pieces(fill, most, saved, tmp_path, monkeypatch):
     """Pieces begin and end inside of groups, and each device has a part of them."""

@@ -326,8 +326,8 @@ def test_every_family_goes_to_files_and_back_onto_a_mesh(tmp_path, family):
     assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(loaded))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"model": 4}, {"fsdp": 8}, {"fsdp": 2, "model": 2}])
-@pytest.mark.few("mesh0")
 def test_a_split_model_makes_the_same_files(tmp_path, mesh):
     model = make(GPT2, FAMILIES["gpt2"][1])
     rc.save_pretrained(model, tmp_path / "whole")

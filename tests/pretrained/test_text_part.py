@@ -52,6 +52,7 @@ def test_each_layout_gives_the_model_by_itself(model, layout, tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, loaded, model))
 
 
+@pytest.mark.thorough
 def test_a_tensor_of_the_language_model_is_never_left_out(model, tmp_path):
     more = {"language_model.model.layers.0.self_attn.sinks": np.ones(2, np.float32)}
     save_wrapped(model, tmp_path, LAYOUTS["older"], others=more)

@@ -40,6 +40,7 @@ def loss_fn(params, batch, key):
     return jnp.mean(product**2)
 
 
+@pytest.mark.thorough
 def test_rules_learn_what_is_differentiated_and_which_results_are_used():
     # A function that cannot be constrained would warn.
     plan = rc.plan_shardings(WEIGHT, rc.make_mesh(fsdp=2, model=2), fn=loss_fn, args=(BATCH, None))
@@ -103,6 +104,7 @@ def with_rule(pull):
     return product
 
 
+@pytest.mark.thorough
 def test_the_plan_names_a_rule_that_combines_examples():
     loss_fn = in_scan(with_rule(lambda x: x - jnp.mean(x, axis=0, keepdims=True)))
     plan = rc.plan_shardings(WEIGHT, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))

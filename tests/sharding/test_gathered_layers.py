@@ -86,7 +86,7 @@ CASES = {
 }
 
 
-@pytest.mark.few("scaled")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_gathered_weights_are_not_kept_for_the_backward_pass(name):
     loss_fn, atol, most = CASES[name]

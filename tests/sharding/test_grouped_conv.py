@@ -45,9 +45,9 @@ def make(channels):
     return params, draw(keys[3], 8, 6, 6, 16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.parametrize("channels", [6, 8])
-@pytest.mark.few("8-sizes2")
 def test_gradients_are_right(sizes, channels):
     params, batch = make(channels)
     plan = rc.plan_shardings(params, rc.make_mesh(**sizes), fn=loss_fn, args=(batch, None))

@@ -57,6 +57,7 @@ CELLS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", few_of(CELLS, "weights to the right"))
 @pytest.mark.parametrize("sizes", few_of([{}, {"fsdp": 2, "model": 2}], {"fsdp": 2, "model": 2}))
 def test_gradients_are_one_devices(name, sizes):

@@ -69,6 +69,7 @@ def test_outputs_come_first_in_equinox_and_the_last_layer_is_none():
     assert matrices(model, squared, jnp.zeros((4, 8)), None) == expected
 
 
+@pytest.mark.thorough
 def test_a_convolution_sums_over_its_window_unless_it_is_depthwise():
     keys = jax.random.split(jax.random.key(0), 3)
     model = eqx.nn.Sequential(

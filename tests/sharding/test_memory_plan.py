@@ -303,6 +303,7 @@ def loops_of(loss, model, batch):
     return [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
 
 
+@pytest.mark.thorough
 def test_activations_are_split_along_the_sequence_before_any_is_recomputed():
     """Sequence parallelism takes less memory on `model`, and no arithmetic."""
     config = LlamaConfig(vocab=64, width=64, layers=8, heads=4, kv_heads=4, hidden=256)
@@ -318,6 +319,7 @@ def test_activations_are_split_along_the_sequence_before_any_is_recomputed():
     assert plan.report.program.recomputed is None
 
 
+@pytest.mark.thorough
 def test_a_layer_can_keep_any_of_its_products(monkeypatch):
     """The solver also finds choices that are best at no single price of a byte."""
     monkeypatch.setattr(_recompute_solver, "_PERIODS", ())  # all layers keep the same

@@ -418,6 +418,7 @@ def test_rows_draw_the_numbers_of_one_device(width):
     np.testing.assert_array_equal(draw_rows(KEY, draw, rows, width), expected)
 
 
+@pytest.mark.thorough
 def test_places_beyond_32_bits_are_counted():
     """Of an array whose numbers could not be drawn here."""
     shape = (2**20, 3, 2**17 + 5)

@@ -337,7 +337,7 @@ def sums_of(plan):
     return sum(x.bytes for x in traffic if x.cause.startswith("sums over"))
 
 
-@pytest.mark.few("symmetric")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["symmetric", "pair"])
 def test_weights_of_pairs_whose_rows_are_split_too(name):
     """XLA gave gradients that were wrong by half of their size."""
@@ -395,6 +395,7 @@ def test_rolls_are_priced_in_layers_that_share_a_program():
     assert priced == pytest.approx(sent, rel=0.25)
 
 
+@pytest.mark.thorough
 def test_nodes_are_gathered_once_for_all_lookups_and_their_cotangents_added_first():
     """Each round looks up the senders and the receivers of its edges."""
     mesh, params = mesh_of((8, 1, 1)), {"message": normal(128, 64) / 32}

@@ -83,7 +83,7 @@ def assert_same(results, expected):
         np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.few("sizes1-rows")
+@pytest.mark.thorough
 @pytest.mark.parametrize("specs", list(SPECS))
 @pytest.mark.parametrize("sizes", MESHES)
 def test_every_layout_has_the_results_of_one_device(sizes, specs):

@@ -77,6 +77,7 @@ def test_an_update_in_parts_equals_that_of_one_device(name, accumulate):
     assert of_state
 
 
+@pytest.mark.thorough
 def test_a_plan_has_the_memory_and_the_bytes_of_an_update_in_parts():
     mesh = rc.make_mesh(data=8)
     plan, state, step = planned(ADAM, mesh)
@@ -121,6 +122,7 @@ def test_arrays_of_overrides_and_small_ones_are_updated_whole():
     assert specs["opt_state/0/mu/down"] == P("data")
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_summed_in_16_bits_are_not_scattered():
     """The new parameters would be gathered in 32 bits."""
     plan, _, _ = planned(ADAM, rc.make_mesh(data=8), compute_dtype="bf16")

@@ -52,7 +52,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.few("few results")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_results_are_those_of_the_step_as_it_is(name):
     program, args = traced_step(OPTIMIZERS[name])

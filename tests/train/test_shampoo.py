@@ -59,7 +59,7 @@ class Published:
         return vectors @ np.diag(values ** (-0.5 / sum(self.sides))) @ vectors.T
 
 
-@pytest.mark.few("6")
+@pytest.mark.thorough
 @pytest.mark.parametrize("longest", [HIDDEN, WIDTH])
 @jax.numpy_dtype_promotion("standard")  # optax needs it
 def test_updates_are_those_of_the_published_algorithm(monkeypatch, longest):

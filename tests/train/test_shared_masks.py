@@ -84,7 +84,7 @@ def messages_of(apply, mesh):
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.few("one key-one device")
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", SHARED)
 def test_one_mask_for_all_examples_is_said_once(name, mesh):

@@ -253,10 +253,10 @@ def _show_plan(session: Any, run: RunInfo) -> None:
     if run.plan:
         session.log({"plan": wandb.Html(f"<pre>{html.escape(run.plan)}</pre>")})
     if run.rows:
-        names: list[str | int] = [*run.rows[0]]
+        names = list(run.rows[0])
         # Each column of a table of W&B has one type.
         data = [[_plain_cell(row[name]) for name in names] for row in run.rows]
-        session.log({"plan_table": wandb.Table(columns=names, data=data)})
+        session.log({"plan_table": wandb.Table(columns=[*names], data=data)})
 
 
 def _plain_cell(value: object) -> str | int | float:

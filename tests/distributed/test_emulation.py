@@ -131,6 +131,7 @@ def test_what_goes_on_is_not_reported(overdue, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.thorough
 def test_steps_on_emulated_devices_are_watched(monkeypatch):
     seen = []
     monkeypatch.setattr(Overdue, "begin", lambda self: seen.append("begin"))

@@ -35,6 +35,7 @@ def test_a_run_reports_accuracy_and_epsilon(mesh, experiment, config, tmp_path):
         plot.verify()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"batch_size": 2000}, {"clip": math.inf}])
 def test_options_without_a_meaning_are_refused(experiment, config, options):
     with pytest.raises(SystemExit, match="at most 1437; with --noise, --clip finite"):

@@ -112,6 +112,7 @@ def unmarked(graphs):
     return {**flat_batch(graphs), "label": np.stack([graph["label"] for graph in graphs])}
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_done_is_said():
     data = rc.batches(GRAPHS, unmarked, batch_size=8, key=KEY, steps=1)
     with pytest.raises(ValueError, match=r"8 examples.* at graph.*`redcoast.per_batch`"):

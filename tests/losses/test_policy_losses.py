@@ -173,7 +173,7 @@ def test_a_ratio_that_overflows_has_a_gradient_of_zero_where_it_is_clipped():
         np.testing.assert_array_equal(gradient, 0)
 
 
-@pytest.mark.few("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_gradients_are_finite_however_unlikely_tokens_have_become(unbiased):
     """The norm of a gradient that is finite, but too large to be squared, is infinite too."""

@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-@pytest.mark.few("padding, segments-16")
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_all_pairs(case, size):

@@ -95,6 +95,7 @@ def test_cache_of_a_mixture():
     check_cache(make(**ROUTED))
 
 
+@pytest.mark.thorough
 def test_without_windows_their_cache_is_empty():
     model = make(layers=2, local=(False, False), shared_layers=0)
     tokens = rc.generate(model, make_tokens(CONFIG, (2, 5)), max_new_tokens=3, eos=())

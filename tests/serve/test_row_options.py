@@ -164,6 +164,7 @@ def test_an_error_of_one_request_leaves_the_others_of_its_batch_alone(loaded):
     assert not good.errors + other.errors
 
 
+@pytest.mark.thorough
 def test_what_fails_in_a_batch_is_tried_alone(loaded):
     """Such as too little memory for all rows, or a grammar that cannot be made."""
 

@@ -62,6 +62,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", few_of([(2, 1, 4), (8, 1, 1)], (2, 1, 4)))
 @pytest.mark.parametrize("name", few_of(PROGRAMS, "positions of inputs over model"))
 def test_shardings_that_the_program_asks_for_are_priced_as_compiled(name, sizes):

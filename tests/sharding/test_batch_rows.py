@@ -197,6 +197,7 @@ def more_rows(p, x, key, *, mesh):
     return size(network(p, noise)) + size(network(p, x))
 
 
+@pytest.mark.thorough
 def test_a_constraint_of_the_program_is_kept():
     mesh = real_mesh(8, 1, 1)
     fn = ft.partial(more_rows, mesh=mesh)

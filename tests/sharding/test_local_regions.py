@@ -316,6 +316,7 @@ def test_operations_on_each_row_gather_no_rows(name, sizes):
     assert_like_one_device(step, loss_fn, 1e-13)
 
 
+@pytest.mark.thorough
 def test_sums_over_rows_leave_a_loop_once():
     def loss_fn(params, batch, key):
         weight = jax.lax.stop_gradient(params["inside"])
@@ -663,6 +664,7 @@ def test_traffic_of_a_map_in_fewer_batches_than_devices(batch_size):
     assert planned == pytest.approx(sent, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_a_map_of_rows_that_do_not_divide_sends_nothing():
     """Every device has all rows, so that nothing is gathered."""
     loss_fn = mapped(lambda params, x: x @ params["outside"], batch_size=8)

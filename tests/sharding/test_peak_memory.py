@@ -241,6 +241,7 @@ def test_the_peak_is_that_of_the_compiled_program(name):
     assert plan.report.program.memory.total == pytest.approx(real, rel=0.25)
 
 
+@pytest.mark.thorough
 def test_gates_are_gathered_once_in_each_iteration():
     """Those of the input and of the state, whose cotangent is summed; all of it as planned."""
     fn, model, batch, sizes = CASES["gates"]

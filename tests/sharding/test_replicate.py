@@ -136,7 +136,7 @@ def specs_of_state(found):
     return {name: sharding.spec for name, sharding in found.shardings.model.items()}
 
 
-@pytest.mark.few("sizes1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 1, "fsdp": 2}])
 def test_where_the_batch_is_split_gradients_are_summed_in_parts(sizes):
     mesh = rc.make_mesh(**sizes, model=4)

@@ -149,6 +149,7 @@ def test_rows_are_split_if_they_divide():
     assert not plan.report.program.sequences
 
 
+@pytest.mark.thorough
 def test_programs_that_iterate_over_the_sequence_are_not_split():
     def recurrent(model, batch, key):
         x = jnp.take(model.embed, batch["tokens"][:, 1:], axis=0)

@@ -158,6 +158,7 @@ def test_a_state_that_the_loss_drops_is_a_warning(init, loss, warns):
         assert running(state.model)[0]  # no average was taken
 
 
+@pytest.mark.thorough
 def test_a_state_that_is_used_up_without_vmap_is_a_warning():
     class Count(eqx.Module):
         index: eqx.nn.StateIndex

@@ -13,7 +13,7 @@ def loss_fn(model, batch, key):
     return cross_entropy(model(batch), batch)
 
 
-@pytest.mark.few("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_step_is_planned_with_or_without_its_sequence_split(sequence):
     """The option reaches the plan of a step, and with it the residual stream of its program."""

@@ -109,6 +109,7 @@ def test_an_optimizer_that_adds_to_its_state_is_refused_on_a_mesh():
         step(state, batch)
 
 
+@pytest.mark.thorough
 def test_gradients_of_unrolled_layers_are_stacked_once():
     """XLA would fuse their stack with the norm, and again with the update."""
 

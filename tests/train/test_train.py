@@ -789,7 +789,7 @@ def test_running_averages_in_half_precision_warn(caplog):
     assert "Running averages" in caplog.text
 
 
-@pytest.mark.few("1099511627776")
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [2**40, np.int64(2**40), np.array(2**40)])
 def test_large_counts_in_aux_do_not_wrap_around(count):
     """JAX would convert them to int32, and report 0 or raise an error."""

@@ -128,6 +128,7 @@ def test_an_optimizer_that_computes_element_by_element_sends_nothing():
     assert plan(optimizer=optimizer).report == plan().report
 
 
+@pytest.mark.thorough
 def test_each_device_sends_only_the_updates_of_its_matrices():
     """Six matrices are one for each of six devices, and zeros of the other two."""
     _, _, of_optimizer = sent("muon", "data")

@@ -133,10 +133,10 @@ def limits(hint: Any) -> tuple[Least, Exists | None]:
 
 def marks(hint: Any) -> list[Any]:
     """The annotations of a type, also those of an optional value."""
-    said = list(getattr(hint, "__metadata__", ()))
+    annotations = list(getattr(hint, "__metadata__", ()))
     for inner in typing.get_args(hint):
-        said += marks(inner)
-    return said
+        annotations += marks(inner)
+    return annotations
 
 
 def newest_run(root: Path) -> Path:

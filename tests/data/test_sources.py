@@ -463,13 +463,13 @@ class Refusing(WithState):
 
 
 def test_examples_are_skipped_if_a_source_refuses_its_state(caplog):
-    whole, found = read(Refusing(), epochs=1, batch_size=2)
-    assert read(Refusing(), found[2].state, epochs=1, batch_size=2)[0] == whole[3:]
+    whole, batches = read(Refusing(), epochs=1, batch_size=2)
+    assert read(Refusing(), batches[2].state, epochs=1, batch_size=2)[0] == whole[3:]
     assert "cannot be restored, ValueError('DataSource in checkpoint" in caplog.text
 
 
 def test_an_iterator_that_refuses_a_state_is_told_of_the_checkpoint():
-    _, found = read(generator, epochs=1)
+    _, batches = read(generator, epochs=1)
     with pytest.raises(KeyError) as info:
-        read(Stream(EXAMPLES), found[0].state, steps=3)
+        read(Stream(EXAMPLES), batches[0].state, steps=3)
     assert "given the state of a checkpoint. Pass the examples" in info.value.__notes__[0]

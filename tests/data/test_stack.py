@@ -156,10 +156,9 @@ def test_rows_of_arrays_are_found_by_their_places(kind):
         data = rc.batches(source, batch_size=6, key=key, epochs=1, workers=0)
         order, _ = data.examples_of(next(rc.batches(y, batch_size=6, key=key, epochs=1)))
         (batch,) = data
-        for found, column in zip(
-            jax.tree.leaves(batch.arrays), jax.tree.leaves(expected), strict=True
-        ):
-            np.testing.assert_array_equal(found, column[order])
+        rows = jax.tree.leaves(batch.arrays)
+        for array, column in zip(rows, jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(array, column[order])
 
 
 class OfArrow:

@@ -129,7 +129,7 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "words"),
+    ("name", "passed", "words"),
     [
         ("language_modeling", ["--batch-size", "0"], "--batch-size must be at least 1, but is 0"),
         ("language_modeling", ["--learning-rate", "nan"], "--learning-rate must be a number from"),
@@ -141,11 +141,11 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
         ("image_classification", ["--data", "digit"], "--data is digit, which does not exist"),
     ],
 )
-def test_impossible_values_are_refused_as_unknown_options_are(script, capsys, name, given, words):
+def test_impossible_values_are_refused_as_unknown_options_are(script, capsys, name, passed, words):
     """With exit code 2 and one sentence; they were errors of a run that had been started."""
     module, options = script(name), script("_options")
     with pytest.raises(SystemExit) as stopped:
-        options.parse(module.Config, "", given)
+        options.parse(module.Config, "", passed)
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -154,8 +154,8 @@ def test_values_at_the_limits_are_taken(script):
     options = script("_options")
     c = options.parse(script("grpo").Config, "", ["--rank", "0", "--weights", "smollm2"])
     assert (c.rank, c.weights, c.run.seed) == (0, "smollm2", 0)
-    given = ["--seed", "-1", "--shift", "0", "--learning-rate", "0", "--data", "mnist"]
-    c = options.parse(script("image_classification").Config, "", given)
+    words = ["--seed", "-1", "--shift", "0", "--learning-rate", "0", "--data", "mnist"]
+    c = options.parse(script("image_classification").Config, "", words)
     assert (c.run.seed, c.shift, c.learning_rate, c.data) == (-1, 0, 0.0, "mnist")
 
 

@@ -51,6 +51,7 @@ PAIRS = {
     "default": (lambda: lambda x, scale=1.0: x * scale, lambda: lambda x, scale=2.0: x * scale),
     "jit": (lambda: jax.jit(weighted(1.0)), lambda: jax.jit(weighted(2.0))),
     "method": (lambda: method_of(1.0), lambda: method_of(2.0)),
+    "large table": (lambda: ft.partial(min, [0] * 20_000), lambda: ft.partial(min, [0] * 20_001)),
     "code": (lambda: lambda x: x + 1, lambda: lambda x: x - 1),
 }
 

@@ -471,11 +471,11 @@ def test_updates_receive_the_extra_arguments_that_they_accept(name):
     @jax.jit
     def by_hand(params, opt_state):
         loss, grads = jax.value_and_grad(value_fn)(params)
-        given = {"value": loss, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
-        given["grad_fn"] = lambda p, i: jax.grad(value_fn)(p)
-        given = {name: given[name] for name in takes}
+        extras = {"value": loss, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+        extras["grad_fn"] = lambda p, i: jax.grad(value_fn)(p)
+        extras = {name: extras[name] for name in takes}
         with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(grads, opt_state, params, **given)
+            updates, opt_state = optimizer.update(grads, opt_state, params, **extras)
         return optax.apply_updates(params, updates), opt_state
 
     opt_state = optimizer.init(params)

@@ -2,7 +2,7 @@
 
 import functools as ft
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, MethodType
 
 import jax
@@ -58,11 +58,11 @@ def _parts(x: PyTree, seen: dict[int, object]) -> Iterator[bytes]:
         held += map(_contents, x.__closure__ or ())
     elif isinstance(x, ft.partial):
         held += [x.func, x.args, x.keywords]
-    elif isinstance(x, list | tuple | Mapping) and len(x) > _LARGEST:
+    elif isinstance(x, list | tuple | dict) and len(x) > _LARGEST:
         yield str(len(x)).encode()
     elif isinstance(x, list | tuple):
         held += x
-    elif isinstance(x, Mapping):
+    elif isinstance(x, dict):
         for item in x.items():
             held += item
     for each in held:

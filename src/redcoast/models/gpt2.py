@@ -199,10 +199,7 @@ class GPT2(TableHead):
         embed_key, key = split_key(key, 2)
         x = look_up(self.embed, tokens) + look_up(self.position_embed, positions)
         x = dropout(x, c.embed_dropout, embed_key)
-        stored, cross_visible = (
-            [None, None],
-            None,
-        )  # the keys and values of the memory in all layers
+        stored, cross_visible = [None, None], None  # keys and values of the memory in all layers
         if cross is not None:
             *stored, real = cross
             cross_visible = full_view(real)

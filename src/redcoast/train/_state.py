@@ -34,6 +34,12 @@ from ._show_state import show_state
 from ._step_messages import match_shardings
 from ._weight_average import WeightAverage, model_with, with_average
 
+# `init_state` takes no prefix of the state.
+_SAME_STATE = (
+    "Pass the result of `infer_shardings` for the abstract state of the same `init_fn`, "
+    "`optimizer`, `trainable` and `average`."
+)
+
 
 class TrainState(AbstractTrainState):
     """The state that a training step updates.
@@ -189,7 +195,7 @@ def state_of_model(
     # Copies: training donates its state.
     if shardings is None:
         return create(*copy_tree((model, key)))
-    match_shardings(_by_path(shardings.model), model, name="shardings")
+    match_shardings(_by_path(shardings.model), model, name="shardings", advice=_SAME_STATE)
     copied = place_tree(model, shardings.model, copy=True)
     key = put(key, shardings.key, may_alias=False)
     return create_split(create, copied, key, shardings=shardings)
@@ -243,7 +249,7 @@ def create_split(
 
     def flat(arrays: PyTree) -> Arrays:
         state = create(*eqx.combine(arrays, constants))
-        match_shardings(_by_path(shardings), state, name="shardings")
+        match_shardings(_by_path(shardings), state, name="shardings", advice=_SAME_STATE)
         created, static = split(state)
         statics.append(static)
         return created

@@ -37,6 +37,13 @@ def refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
         )
 
 
+_OR_A_PREFIX = (
+    "Pass the result of `infer_shardings(state, mesh)`, or a prefix of the state: a sharding in "
+    "place of a subtree applies to all of its arrays, and `NamedSharding(mesh, PartitionSpec())` "
+    "replicates them."
+)
+
+
 def refuse_elsewhere(args: tuple[PyTree, ...], mesh: Mesh) -> None:
     """Raises an error that names an array on other devices than those of the mesh."""
     devices = set(mesh.devices.flat)
@@ -54,11 +61,16 @@ def refuse_elsewhere(args: tuple[PyTree, ...], mesh: Mesh) -> None:
 
 
 def match_shardings(
-    shardings: dict[KeyPath, NamedSharding], state: PyTree, *, name: str = "state_shardings"
+    shardings: dict[KeyPath, NamedSharding],
+    state: PyTree,
+    *,
+    name: str = "state_shardings",
+    advice: str = _OR_A_PREFIX,
 ) -> list[NamedSharding]:
     """Returns the sharding of each array of the state, from its path or a prefix of it.
 
-    `name` is the argument that has the shardings.
+    `name` is the argument that has the shardings, and `advice` says what to pass if they do not
+    match the state.
     """
     # Places without arrays count as known: a sharding there is for nothing, but no mistake.
     is_end = lambda x: x is None or not jax.tree.leaves(x)
@@ -78,7 +90,7 @@ def match_shardings(
             matched.append((path_name(path), x, sharding))
     unexpected = [path_name(path) for path in shardings if path not in known]
     if missing or unexpected:
-        raise ValueError(_no_match(name, missing, unexpected))
+        raise ValueError(_no_match(name, missing, unexpected, advice))
     for where, x, sharding in matched:
         try:
             # The first finds more entries than dimensions, the second sizes that do not divide.
@@ -93,22 +105,13 @@ def match_shardings(
     return [sharding for _, _, sharding in matched]
 
 
-def _no_match(name: str, missing: list[str], unexpected: list[str]) -> str:
+def _no_match(name: str, missing: list[str], unexpected: list[str], advice: str) -> str:
     text = f"`{name}` does not match the state. "
     if missing:
         text += f"It has no sharding for {several(missing)}. "
     if unexpected:
         text += f"The state has nothing at {several(unexpected)}. "
-    if name == "shardings":  # of `init_state`, which takes no prefix
-        return (
-            f"{text}Pass the result of `infer_shardings` for the abstract state of the same "
-            "`init_fn`, `optimizer`, `trainable` and `average`."
-        )
-    return (
-        f"{text}Pass the result of `infer_shardings(state, mesh)`, or a prefix of the state: a "
-        "sharding in place of a subtree applies to all of its arrays, and "
-        "`NamedSharding(mesh, PartitionSpec())` replicates them."
-    )
+    return text + advice
 
 
 def check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:

@@ -220,20 +220,25 @@ class _Run:
         """
         operands = step.equation.invars[1:]
         self.time.read(union(self.operations.in_memory(step, atom) for atom in operands))
-        bodies: list[IterationPeaks] = []
+        forward: list[Peak] = []
+        backward: list[Peak] = []
+        saved: list[Sequence[WrittenBytes]] = []
+        needed: list[Sequence[bool]] = []
         for branch in step.inner:
             consts, carry = branch.jaxpr.invars, []
             if branches_return_operands():
                 consts, carry = [], branch.jaxpr.invars
             operations = OperationBuffers(self.time.empty(), self.operations.together, stacks=True)
-            bodies.append(
-                _run_body(PeakFrame(branch, step.source), (consts, carry, []), operations)
-            )
+            body = _run_body(PeakFrame(branch, step.source), (consts, carry, []), operations)
+            forward.append(body.forward)
+            backward.append(body.backward)
+            saved.append(body.saved)
+            needed.append(body.needed)
         body = IterationPeaks(
-            max((body.forward for body in bodies), key=attrgetter("bytes")),
-            max((body.backward for body in bodies), key=attrgetter("bytes")),
-            _returned_by_branches([body.saved for body in bodies]),
-            tuple(map(any, zip(*(body.needed for body in bodies), strict=True))),
+            max(forward, key=attrgetter("bytes")),
+            max(backward, key=attrgetter("bytes")),
+            _returned_by_branches(saved),
+            tuple(map(any, zip(*needed, strict=True))),  # of each operand, by any of the branches
         )
         step.frame.loops[step.index] = body, self.time.now
         self.time.spike(body.forward)
@@ -395,8 +400,11 @@ def _run_body(
     for var, buffer in zip(carry, carried, strict=True):
         if buffer.last > middle:
             saved.append((time.size_of(values[var]), frame.source))
-    needed = tuple(any(root.last > middle for root in frame.of(var)) for var in consts)
-    return IterationPeaks(time.peak(until=middle), time.peak(middle + 1), tuple(saved), needed)
+    needed: list[bool] = []
+    for var in consts:
+        needed.append(any(root.last > middle for root in frame.of(var)))
+    forward, backward = time.peak(until=middle), time.peak(middle + 1)
+    return IterationPeaks(forward, backward, tuple(saved), tuple(needed))
 
 
 def _returned_by_branches(saved: Sequence[Sequence[WrittenBytes]]) -> tuple[WrittenBytes, ...]:

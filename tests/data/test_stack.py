@@ -47,6 +47,7 @@ def test_examples_are_stacked_leaf_by_leaf(name):
 
 BAD = {
     "other keys": ([{"x": 1}, {"y": 1}], ValueError, "different structures: the first is .*'x'"),
+    "columns": ([{"x": np.ones(3)}, np.ones(3)], ValueError, "If `examples` are columns, pass a"),
     "missing": ([{"x": 1, "y": None}, {"x": 1, "y": 2}], ValueError, "different structures"),
     "shapes": ([(1, np.zeros(2)), (1, np.zeros(3))], ValueError, r"at example\[1\] have .*\(2,\)"),
     "ragged": ([{"x": [1, 2]}, {"x": [1]}], ValueError, "at x have different shapes.*padding"),

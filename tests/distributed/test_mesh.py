@@ -49,6 +49,7 @@ def test_some_of_the_devices():
         ({"data": 16}, "needs 16 devices"),
         ({"model": 0}, "`model` must be at least 1, but is 0"),
         ({"data": -1, "model": -1}, "data and model"),
+        ({"fsdp": -1, "model": 2}, "pass `data=1` with `fsdp=-1`"),
         ({"devices": []}, "empty"),
     ],
 )

@@ -68,6 +68,7 @@ ROWS = {
         (lambda d: rc.infer_shardings(ABSTRACT, other_mesh()), ValueError, "axes|axis"),
         (lambda d: rc.infer_shardings(ABSTRACT, "mesh"), TypeError, "`mesh`"),
         (lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), fn=3), TypeError, "`fn`"),
+        (lambda d: rc.infer_shardings(len, rc.make_mesh()), TypeError, "`tree`.*pass a function"),
         (
             lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), overrides=[("v", None)]),
             ValueError,

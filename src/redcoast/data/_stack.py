@@ -37,6 +37,7 @@ def stack_examples(examples: Examples) -> PyTree[np.ndarray]:
             raise ValueError(
                 f"The examples have different structures: the first is {_shown(structure)}, and "
                 f"number {position} of this batch is {_shown(other)}. {_OWN} of one structure."
+                f"{_of_nested_columns(flat)}"
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     first = jax.tree_util.tree_leaves_with_path(examples[0], is_leaf=_is_list_of_numbers)
@@ -78,6 +79,22 @@ def _of_columns(flat: list[tuple[list[PyTree], object]]) -> str:
     if len(rows) > 1:
         return ""
     return " If `examples` are columns, pass a tuple of arrays, such as `(x, y)`."
+
+
+def _of_nested_columns(flat: list[tuple[list[PyTree], object]]) -> str:
+    """What to pass if the examples may be trees of columns: if all arrays have as many rows."""
+    rows: set[int] = set()
+    for leaves, _ in flat:
+        for x in leaves:
+            if np.ndim(x) == 0:
+                return ""
+            rows.add(len(x))
+    if len(rows) != 1:
+        return ""
+    return (
+        " If `examples` are columns, pass a tuple of arrays, such as `(x, y)`, and name them in "
+        "a `collate_fn`."
+    )
 
 
 def _of_batches(flat: list[tuple[list[PyTree], object]]) -> str:

@@ -99,9 +99,11 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
             )
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(
-            f"Only one axis can be -1, but {' and '.join(free)} are. Give all but one a size."
-        )
+        others = [axis for axis in free if axis != "data"]
+        advice = "Give all but one a size."
+        if len(others) == 1 and len(free) == 2:
+            advice = f"`data` is -1 by default: pass `data=1` with `{others[0]}=-1`."
+        raise ValueError(f"Only one axis can be -1, but {' and '.join(free)} are. {advice}")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if count % fixed or (not free and fixed != count):
         raise ValueError(_does_not_fit(sizes, fixed, count, free))

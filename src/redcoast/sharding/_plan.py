@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
-from ..core._errors import check_flag, check_integer, check_kind, check_number
+from ..core._errors import check_flag, check_integer, check_kind, check_number, wrong_type
 from ..core._frames import hide_frames
 from ..core._tracing import collection_paused, traced_over
 from ._plan_arguments import (
@@ -302,7 +302,8 @@ def infer_shardings(
 
     `ValueError` if the mesh is missing or lacks an axis; if there are `args` without `fn`; and if
     an override matches nothing, is not a regular expression, names an unknown axis, uses an axis
-    twice, has more entries than the array has dimensions, or does not divide.
+    twice, has more entries than the array has dimensions, or does not divide. `TypeError` if `tree`
+    is a function.
 
     !!! example
 
@@ -408,6 +409,9 @@ def plan_shardings(
     """
     mesh = mesh_or_ambient(mesh)
     # Wrong arguments are refused before a trace, which may take seconds.
+    if callable(tree) and jax.tree_util.all_leaves([tree]):
+        words = "a PyTree of arrays, such as a model; pass a function as `fn`"
+        raise wrong_type("tree", tree, words)
     if not isinstance(args, list | tuple):
         raise TypeError(
             f"`args` is of type {type(args).__name__}. It must be a tuple of the arguments of `fn` "

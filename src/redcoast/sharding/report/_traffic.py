@@ -209,7 +209,7 @@ def _gathers(layout: StorageLayout, reasons: Reasons) -> Iterator[Sent]:
             kept |= used & {PIPE}
         over = tuple(axis for axis in axes if axis in used - kept)
         # A stage gathers its layers once, before its first microbatch.
-        size = gathered_bytes(program.graph, value, parts(over, axes), once=is_layered)
+        size = gathered_bytes(program.graph, value, parts(over, axes), at_once=is_layered)
         size /= parts(tuple(kept), axes)  # a device has only a part of it in use
         # The compiler for CPUs gathers what is the same in all microbatches before the first.
         if program.graph.is_looped(value) or decision.hardware.compiler != "cpu":

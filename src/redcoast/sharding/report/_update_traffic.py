@@ -27,6 +27,7 @@ from ...core._control_flow import (
 )
 from .._mesh_axes import parts, used_axes
 from ..operations import Atom, Dimension, Factor, Rule, atom_bytes, opaque_rule, rule_of, shape_of
+from ..program._shared_programs import once
 from ..program._walk import ASSUMED_TRIPS
 from ..solver._hardware import all_gather, all_reduce
 from ..tree._overrides import spec_axes
@@ -165,7 +166,9 @@ class _Walk:
             return [spec]
         if equation.primitive.name in _SENT:
             return self._collective(equation)
-        return self._by_rule(equation, rule_of(equation) or opaque_rule(equation), operands)
+        if not any(map(any, operands)):  # nothing is divided, so nothing is sent
+            return list(map(_replicated, equation.outvars))
+        return self._by_rule(equation, once(_known_or_opaque_rule, equation), operands)
 
     def _scan(self, scan: Scan, equation: JaxprEqn, operands: list[Spec]) -> list[Spec]:
         consts, carry, scanned = scan.split(operands)
@@ -270,6 +273,10 @@ class _Walk:
                     if size > 1:
                         break
         return along
+
+
+def _known_or_opaque_rule(equation: JaxprEqn) -> Rule:
+    return rule_of(equation) or opaque_rule(equation)
 
 
 def _along(along: Mapping[Factor, Axes], dimensions: Sequence[Dimension]) -> Spec:

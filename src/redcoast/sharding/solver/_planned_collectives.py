@@ -34,6 +34,7 @@ from ..program._graph import (
     path_of,
 )
 from ..program._remat import keeps_gathers, recomputes_little
+from ..program._shared_programs import once
 from ._hardware import Hardware, all_gather, all_reduce
 from ._moved_rows import is_spectrum, moved_rows
 
@@ -429,16 +430,18 @@ def _first_in(split: SplitNodes, dims: Dims) -> int | None:
     return next((place for place, node in enumerate(dims) if split.has(node)), None)
 
 
-def gathered_bytes(graph: Graph, value: Value, devices: int, *, once: bool = False) -> int | float:
+def gathered_bytes(
+    graph: Graph, value: Value, devices: int, *, at_once: bool = False
+) -> int | float:
     """Bytes that each device sends in a step to all-gather an array that is stored in parts.
 
     Layers of a scan and rematerialised ones are gathered in the backward pass too, unless all are
-    gathered `once`. What a loop closes over is gathered before it, and what the program casts is
+    gathered `at_once`. What a loop closes over is gathered before it, and what the program casts is
     gathered after that.
     """
     size = value.bytes * cast_share(graph, value)
-    if not once:
-        size *= _count_gathers(graph, value)
+    if not at_once:
+        size *= once(_count_gathers, graph, value)
     if value in graph.looked_up and not _is_gathered_for_lookups(graph, value):
         size += value.bytes
     return all_gather(devices, size)

@@ -9,6 +9,9 @@ HEAVY = ("wandb", "orbax", "grain", "safetensors", "gguf", "tyro", "tqdm", "matp
 HEAVY += ("google_crc32c", "starlette", "uvicorn", "tokenizers", "jinja2", "llguidance")
 OURS = (
     "sharding.heuristic",
+    "sharding.pipeline",
+    "sharding.program._program",
+    "sharding.solver._strategy",
     "sharding.report._table",
     "generate._prompt",
     "pretrained._load",

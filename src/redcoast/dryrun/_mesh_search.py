@@ -27,7 +27,7 @@ from ..distributed._mesh import PIPE, make_mesh
 from ..sharding import Hardware
 from ..sharding.constrain._function import Unconstrained
 from ..sharding.program._shared_programs import sharing_programs
-from ..sharding.solver._memory_estimate import FILLED
+from ..sharding.solver._hardware import FILLED
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._compile_job import compile_job, show_sizes

@@ -1,8 +1,6 @@
 """Plans: how the arrays of a model are divided over a mesh, read off the program that uses them."""
 
-from ._matrix_dimensions import find_uses as find_uses
 from ._matrix_dimensions import matrix_dimensions as matrix_dimensions
-from ._matrix_dimensions import uses_in as uses_in
 from ._plan import Plan as Plan
 from ._plan import infer_shardings as infer_shardings
 from ._plan import plan_shardings as plan_shardings

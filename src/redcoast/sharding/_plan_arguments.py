@@ -12,8 +12,7 @@ from jaxtyping import PyTree
 from ..core._errors import check_functions, check_integer, check_mesh, wrong_type
 from ..core._target import target
 from ..distributed._mesh import AXES, PIPE
-from .solver._hardware import Hardware
-from .solver._memory_estimate import FILLED
+from .solver._hardware import FILLED, Hardware
 from .tree._leaf_plans import HOST
 
 

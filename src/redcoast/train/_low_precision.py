@@ -33,7 +33,7 @@ from ..core._errors import check_choice, check_functions, check_kind, several
 from ..core._frames import hide_frames
 from ..core._jaxpr import as_traced, bind_again, evaluate_jaxpr, iter_equations, struct_of
 from ..core._pytree import join
-from ..sharding import Traced, trace, uses_in
+from ..sharding import Traced, trace
 from ..sharding.tree._leaves import flat_leaves
 from ._scaled_product import Contraction, Numbers, Product, scaled_product
 
@@ -161,6 +161,9 @@ class LowPrecision:
         leaves = flat_leaves(model)
         excluded: set[int] = set()
         if self.exclude is None:
+            # Imported here, so that importing redcoast takes no longer for other runs.
+            from ..sharding._weight_uses import uses_in
+
             last = uses_in(traced, model).last_matrices(model)
             excluded |= {place for place, leaf in enumerate(leaves) if leaf.index in last}
         for pattern in self.exclude or ():

@@ -16,7 +16,6 @@ from jaxtyping import Array, PyTree
 from ..core._errors import check_integer, check_kind, check_number, several
 from ..core._frames import hide_frames, warn
 from ..core._pytree import show_path
-from ..sharding import find_uses
 from ._divide import StoredMatrices, compute_divided
 from ._matrix_stacks import (
     NUMBER,
@@ -124,6 +123,9 @@ def warn_of_wrong_matrices(
     leaves = jax.tree_util.tree_leaves_with_path(model)
     if any(path in momentum and x.ndim != 2 for path, x in leaves):
         return  # the user has chosen dimension numbers
+    # Imported here, so that importing redcoast takes no longer for other runs.
+    from ..sharding._weight_uses import find_uses
+
     uses = find_uses(model, loss_fn, args, mesh)
     others: list[str] = []
     hidden: list[str] = []

@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 from ...core._errors import check_number
 
 DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
+# The part of the memory that an estimate may use: it does not include the compiler's temporaries.
+FILLED = 0.85
 _COMPILERS = "cpu", "gpu", "tpu"
 # Their compiler all-reduces over all chips of a three-dimensional slice what it should scatter.
 _ALL_REDUCED = "TPU v4", "TPU v5"  # the second is v5p

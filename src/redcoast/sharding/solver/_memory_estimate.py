@@ -7,11 +7,9 @@ from ..program._program import Program
 from ..tree._overrides import spec_parts
 from ._buffers import bytes_of_parts
 from ._figures import Arithmetic, Memory
+from ._hardware import FILLED
 from ._layout import StorageLayout
 from ._strategy import Decision
-
-# The part of the memory that an estimate may use: it does not include the compiler's temporaries.
-FILLED = 0.85
 
 
 def arithmetic(decision: Decision) -> Arithmetic:

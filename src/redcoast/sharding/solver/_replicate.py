@@ -6,8 +6,9 @@ from dataclasses import replace
 from ...distributed._mesh import BATCH_AXES
 from .._mesh_axes import parts
 from ..tree._overrides import model_dim, spec_parts
+from ._hardware import FILLED
 from ._layout import StorageLayout
-from ._memory_estimate import FILLED, estimate_memory
+from ._memory_estimate import estimate_memory
 
 # The part of the free memory that replicated arrays may use. Programs for accelerators used up to
 # 1.4 times the estimate (experiments/benchmarks/meshes.py), and must still fit.

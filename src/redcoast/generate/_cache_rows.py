@@ -4,11 +4,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from ..core._errors import type_name
+
 Dims = tuple[int | None, ...]
 
 
 def cache_batch_dims(cache: PyTree, rows: int) -> Dims:
-    """Finds the batch dimension of each array of a cache with `rows` rows."""
+    """Finds the batch dimension of each array of a cache with `rows` rows.
+
+    Raises `TypeError` if the cache has no method `take` for its rows.
+    """
+    # An array has a method of this name, too, which is for all its elements.
+    if isinstance(cache, jax.Array) or not callable(getattr(cache, "take", None)):
+        raise TypeError(
+            f"The cache is a {type_name(cache)}, whose rows cannot be gathered. `beams`, "
+            "`num_return_sequences` and `rows` need a cache with a method `take(rows)`: return an "
+            "object that has it from `init_cache`, such as an `eqx.Module`."
+        )
     # A cache says itself which dimension of each array is of rows: the one that `take` changes.
     more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
     shapes, shapes_of_more = _shapes(cache), _shapes(more)

@@ -4,6 +4,7 @@ import functools as ft
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,31 +123,37 @@ def check_model(model: PyTree) -> None:
         )
 
 
-def as_prompts(tokens: object) -> object:
-    """Converts prompts that are lists of integers to an array; other prompts are not changed.
+def as_matrix(name: str, rows: Any) -> Any:
+    """Converts a list of rows of integers or booleans to an array; anything else is not changed.
 
-    Raises `ValueError` if the lists have different lengths.
+    Raises `ValueError` if the rows have different lengths.
     """
-    if not isinstance(tokens, list | tuple) or not tokens:
-        return tokens
-    if _are_tokens(tokens):
+    if not isinstance(rows, list | tuple):
+        return rows
+    if not rows:
+        return np.zeros((0, 0), np.int32)  # is refused as any empty array
+    if _is_row(rows):
         raise ValueError(
-            f"`tokens` is a list of {len(tokens)} integers, but must have the shape (batch, seq). "
-            "For one prompt, pass `[tokens]`."
+            f"`{name}` is a list of {len(rows)} integers, but must have the shape (batch, seq). "
+            f"For one prompt, pass `[{name}]`."
         )
-    if not all(isinstance(row, list | tuple) and _are_tokens(row) for row in tokens):
-        return tokens
-    lengths = sorted(set(map(len, tokens)))
+    if not all(map(_is_row, rows)):
+        return rows
+    lengths = sorted(set(map(len, rows)))
     if len(lengths) > 1:
         raise ValueError(
-            f"The lists in `tokens` have from {lengths[0]} to {lengths[-1]} tokens. Pad them to "
-            "one length, on either side, and pass a `mask` with 0 at the padding."
+            f"The rows of `{name}` have from {lengths[0]} to {lengths[-1]} numbers. Pad the rows "
+            "of `tokens` to one length, on either side, and pass a `mask` with 0 at the padding."
         )
-    return np.array(tokens, np.int32).reshape(len(tokens), lengths[0])
+    return np.array(rows).reshape(len(rows), lengths[0])
 
 
-def _are_tokens(items: Sequence[object]) -> bool:
-    return all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in items)
+def _is_row(row: object) -> bool:
+    if isinstance(row, np.ndarray):
+        return row.ndim == 1 and row.dtype.kind in "iub"
+    if not isinstance(row, list | tuple | range):
+        return False
+    return all(isinstance(x, int | np.integer | np.bool_) for x in row)
 
 
 def check_prompt(model: PyTree, tokens: object, mask: object) -> AnyArray:
@@ -214,7 +221,10 @@ def _as_array(name: str, x: object) -> AnyArray:
             way = f" Convert it with `np.asarray({name})`."
         if any(isinstance(part, str) for part in jax.tree.leaves(x)):
             way = " Encode text with the tokenizer of the model."
-        raise TypeError(f"`{name}` is of type {kind}. It must be a NumPy or JAX array.{way}")
+        raise TypeError(
+            f"`{name}` is of type {kind}. It must be a NumPy or JAX array, or a list of rows of "
+            f"integers.{way}"
+        )
     check_unmasked(x, f"`{name}`")
     return x
 

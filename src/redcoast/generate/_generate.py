@@ -47,7 +47,7 @@ def generate(
     log_probabilities: bool = False,
     key: PRNGKeyArray | None = None,
     decoding: Decoding | None = None,
-    mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
+    mask: Tokens | None = None,
     rows: int | None = None,
     exact: bool = False,
     stream: Callable[[Int[np.ndarray, " results"]], object] | None = None,
@@ -67,7 +67,7 @@ def generate(
     - `model`: a decoder or an encoder-decoder of `redcoast.models`, or any model with the same
         `config`, `init_cache`, `decode` and `unembed`, and `encode` for an encoder-decoder.
     - `tokens`: for a decoder, the prompts to continue: integers of shape (batch, seq), or a list of
-        lists of one length. For an encoder-decoder, the input of the encoder: tokens of the same
+        rows of one length. For an encoder-decoder, the input of the encoder: tokens of the same
         shape, or images.
     - `max_new_tokens`: the maximum number of tokens to generate.
     - `log_probabilities`: whether to return a [`redcoast.Generated`][], which also has the
@@ -122,7 +122,7 @@ def generate(
         ```
     """
     from ._check_arguments import (
-        as_prompts,
+        as_matrix,
         check_count,
         check_exact_options,
         check_model,
@@ -142,7 +142,7 @@ def generate(
     from ._row_turns import decode_in_turn
     from ._streaming import decode_streaming
 
-    prompts = as_prompts(tokens)
+    prompts, mask = as_matrix("tokens", tokens), as_matrix("mask", mask)
     devices = explicit_mesh_of((prompts, model))
     model, prompts, mask, key = on_auto_axes((model, prompts, mask, key))
     with allowed_transfers(), auto_ambient_mesh():

@@ -1,5 +1,8 @@
 """The public function `log_probabilities`. It imports its implementation on the first call."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +16,12 @@ from ..losses import token_log_probabilities
 @hide_frames
 def log_probabilities(
     model: PyTree,
-    tokens: Integer[Array | np.ndarray, "batch seq"],
+    tokens: Integer[Array | np.ndarray, "batch seq"] | Sequence[Any],
     *,
-    mask: Shaped[Array | np.ndarray, "batch seq"] | None = None,
+    mask: Shaped[Array | np.ndarray, "batch seq"] | Sequence[Any] | None = None,
     exact: bool = False,
     chunk: int = 128,
-) -> Float[Array, "batch seq-1"]:
+) -> Float[Array, "batch later"]:
     """Computes the log-probability of each token but the first, given those before it in its row,
     in nats.
 
@@ -31,7 +34,7 @@ def log_probabilities(
 
     - `model`: a decoder of `redcoast.models`, or any model with the same `hidden` and `unembed`,
         and for `exact` the methods that `generate` needs.
-    - `tokens`: integers from 0 to `vocab - 1`.
+    - `tokens`: integers from 0 to `vocab - 1`, or a list of rows of one length.
     - `mask`: 1 at real tokens and 0 at padding tokens, which may be anywhere, also between the
         turns of a conversation.
     - `exact`: whether to compute the values as in decoding. Each device needs memory for all
@@ -59,11 +62,12 @@ def log_probabilities(
             return loss, {"weight": jnp.sum(answered)}
         ```
     """
-    from ._check_arguments import check_rows_to_score
+    from ._check_arguments import as_matrix, check_rows_to_score
     from ._exact import check_exact, is_traced, score_exactly
     from ._prompt import align_left, at_own_columns
 
     check_flag("exact", exact)
+    tokens, mask = as_matrix("tokens", tokens), as_matrix("mask", mask)
     check_rows_to_score(model, tokens, mask)
     if exact:
         check_exact(model)

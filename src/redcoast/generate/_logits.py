@@ -66,7 +66,9 @@ def filter_logits(
 ) -> Logits:
     """Divides logits by the temperature, and sets those that `top_k`, then `top_p` and then `min_p`
     exclude to -inf."""
-    scores = logits / temperature
+    # Differences to the greatest logit: divided by a small temperature, logits might be infinite.
+    greatest = jnp.max(logits, axis=1, keepdims=True)  # (batch, 1)
+    scores = (logits - jnp.where(jnp.isfinite(greatest), greatest, 0)) / temperature
     if top_k is not None:
         scores = keep_top_k(scores, top_k)
     if tail is not None:

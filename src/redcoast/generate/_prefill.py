@@ -26,6 +26,7 @@ from ..models._inputs import AnyArray
 from ..models._rotary import RopeScaling
 from ..models._scan_layers import is_by_layer
 from ._check_arguments import are_known, is_known
+from ._model_calls import read_tokens
 from ._prompt import ReadPrompt, bucket, is_encoder_decoder, new_cache, pad_columns, read_prompt
 from ._request import Request, Rows
 
@@ -231,7 +232,7 @@ def _open(
     """Reads the first chunk. The compiler chooses the shardings of the cache."""
     decoder = model.join()
     cache = at_slot(new_cache(decoder, count, request.room, request), slot)
-    hidden, cache = decoder.decode(tokens, cache, mask=real)
+    hidden, cache = read_tokens(decoder, tokens, cache, real)
     return hidden, hidden[:, -1:], cache
 
 
@@ -244,7 +245,7 @@ def _append(
     places: Places,
 ) -> Read:
     """Reads a chunk. The cache keeps its shardings, or each chunk would be compiled again."""
-    hidden, cache = model.join().decode(tokens, cache, mask=real)
+    hidden, cache = read_tokens(model.join(), tokens, cache, real)
     return hidden, hidden[:, -1:], keep_places(cache, places)
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Integer, PyTree, Shaped
 
 from ..models._inputs import AnyArray, Mask
 from ._check_arguments import check_token_options
+from ._model_calls import last_logits, read_tokens
 from ._request import Logits, Request, Rows
 
 
@@ -85,7 +86,7 @@ def read_prompt(
         length = first.shape[1] + request.room
         cache = model.init_cache(tokens.shape[0], length, memory=memory, memory_mask=mask)
         prompt = jnp.broadcast_to(first, (tokens.shape[0], first.shape[1]))
-        hidden, cache = model.decode(prompt, cache, mask=None)
+        hidden, cache = read_tokens(model, prompt, cache)
         return ReadPrompt(hidden[:, -1:], cache, prompt)
     prompt, real = jnp.asarray(tokens, jnp.int32), None
     count = jnp.full(prompt.shape[0], prompt.shape[1], jnp.int32)
@@ -97,7 +98,7 @@ def read_prompt(
         prompt = blank(jnp.take_along_axis(prompt, columns, axis=1), real)
         count = jnp.sum(real, axis=1, dtype=jnp.int32)
     cache = new_cache(model, count, prompt.shape[1] + request.room, request)
-    hidden, cache = model.decode(prompt, cache, mask=real)
+    hidden, cache = read_tokens(model, prompt, cache, real)
     if real is not None:
         prompt = jnp.where(real, prompt, -1)
     return ReadPrompt(hidden[:, -1:], cache, prompt)
@@ -113,15 +114,15 @@ def new_cache(model: PyTree, count: Int[Array, " batch"], length: int, request: 
 
 
 def first_logits(model: PyTree, read: ReadPrompt, request: Request) -> Logits:
-    logits = model.unembed(read.hidden)[:, 0]
+    logits = last_logits(model, read.hidden)
     check_token_options(request, logits.shape[-1])
     return logits
 
 
 def append_tokens(model: PyTree, tokens: Rows, cache: PyTree) -> tuple[Logits, PyTree]:
     """Appends one token to each row. Returns the logits of the next token, and the cache."""
-    hidden, cache = model.decode(tokens[:, None], cache)
-    return model.unembed(hidden)[:, 0], cache
+    hidden, cache = read_tokens(model, tokens[:, None], cache)
+    return last_logits(model, hidden), cache
 
 
 def is_encoder_decoder(model: PyTree) -> bool:

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import equinox as eqx
+import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..core._decoding import GREEDY, UNSAMPLED, Decoding, as_tuple
@@ -102,6 +104,7 @@ def choose_decoding(
     The configuration's sampling only applies if there is a key and no conflicting option.
     """
     _check_options(options)
+    _check_concrete(options)
     if key is not None:
         check_key(key)
     changes: dict[str, object] = {}
@@ -147,6 +150,16 @@ def _check_options(options: Mapping[str, object]) -> None:
         if name not in _ELSEWHERE and (remedy := remedy_for(name, ("key", "max_new_tokens"))):
             message += f" {remedy}"
     raise TypeError(message)
+
+
+def _check_concrete(options: Mapping[str, object]) -> None:
+    """Raises if an option is an argument of a traced function, since programs depend on them."""
+    for name, value in options.items():
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
+            raise TypeError(
+                f"`{name}` is traced, and options of decoding must be concrete. Make it a static "
+                "argument of the function that is traced, or call `generate` outside."
+            )
 
 
 def make_request(

@@ -23,6 +23,7 @@ from ._cache_rows import Dims, cache_batch_dims
 from ._compiled import Result, check_generated
 from ._generated import Generated
 from ._logits import NO_TOKENS, choose_tokens
+from ._model_calls import last_logits
 from ._prefill import (
     Places,
     PromptChunks,
@@ -259,7 +260,7 @@ def _choose_first(
 ) -> Turns:
     """The rows with their first tokens."""
     turns = blank_turns(prompt, numbers, request)
-    return choose_next(model.unembed(last)[:, 0], turns, request)
+    return choose_next(last_logits(model, last), turns, request)
 
 
 def blank_turns(prompt: Prompt, numbers: Rows, request: Request) -> Turns:

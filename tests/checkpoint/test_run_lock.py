@@ -18,31 +18,29 @@ from problem import collate_fn, loss_fn, make_examples, make_model
 import redcoast as rc
 from redcoast.checkpoint._checkpointer import lock_run
 
+# A child that reads data may not notice that its parent is killed.
 HOLDER = """
-import sys, time, pathlib
+import os, sys, time, pathlib
 from redcoast.checkpoint._checkpointer import lock_run
 with lock_run(pathlib.Path(sys.argv[1])):
-    print("locked", flush=True)
+    child = os.fork()
+    if child:
+        print(child, flush=True)
     time.sleep(100)
 """
 
 
 def hold(directory):
+    """A process that has locked a directory, and the number of its child."""
     command = [sys.executable, "-c", HOLDER, str(directory)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n"
-    return process
-
-
-def end(process, number):
-    process.send_signal(number)
-    process.wait()
-    process.stdout.close()
+    with process.stdout as lines:
+        return process, int(lines.readline())
 
 
 def test_a_second_run_raises_an_error_that_names_the_first(tmp_path):
-    process = hold(tmp_path)
+    process, child = hold(tmp_path)
     checkpoints = rc.Checkpoints(tmp_path)
     words = f"in use by another run, process {process.pid} on {socket.gethostname()}, since 20"
     with pytest.raises(ValueError, match=words):
@@ -59,14 +57,16 @@ def test_a_second_run_raises_an_error_that_names_the_first(tmp_path):
             log=False,
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.lock"]
-    end(process, signal.SIGKILL)
+    process.kill()
+    process.wait()
     with lock_run(tmp_path):  # a kill releases the lock
         assert json.loads((tmp_path / "run.lock").read_text())["process"] == os.getpid()
+    os.kill(child, signal.SIGKILL)
 
 
 def test_the_lock_works_in_one_process_and_an_error_releases_it(tmp_path):
     with lock_run(tmp_path):
-        refused = pytest.raises(ValueError, match=f"process {os.getpid()} on")
+        refused = pytest.raises(ValueError, match="in use by another run of this process, since")
         with refused, lock_run(tmp_path):
             pass
     with pytest.raises(KeyError), lock_run(tmp_path):

@@ -205,7 +205,8 @@ def lock_run(directory: Path | None) -> Iterator[None]:
     """Locks a run's directory, if it has one, so that no other run uses it.
 
     The operating system holds the lock (`flock`), and releases it when the process ends for any
-    reason. The file only records which process holds it.
+    reason. Processes that were forked meanwhile do not hold it. The file only records which process
+    does.
 
     Raises `ValueError` that names the host and the process of the run that holds the lock; an
     `OSError` of a class that says why, if the directory cannot be created or written to.
@@ -222,7 +223,7 @@ def lock_run(directory: Path | None) -> Iterator[None]:
             f"The directory of the run, {directory}, cannot be written to: {error}. Choose one "
             "that can be written to."
         ) from None
-    with file:
+    with file, _not_in_children(file):
         if _try_lock(file, directory):
             with contextlib.suppress(OSError):  # the lock also holds on a full disk
                 file.truncate(0)
@@ -230,6 +231,33 @@ def lock_run(directory: Path | None) -> Iterator[None]:
                 holder = {"host": socket.gethostname(), "process": os.getpid(), "since": started}
                 file.write(json.dumps(holder).encode() + b"\n")
         yield
+
+
+# The open files of locks. A forked process, such as one that reads data, may outlive a run that is
+# killed, and the run could not be resumed as long as it had the file.
+_locked_files: list[BinaryIO] = []
+
+
+@contextlib.contextmanager
+def _not_in_children(file: BinaryIO) -> Iterator[None]:
+    _locked_files.append(file)
+    try:
+        yield
+    finally:
+        # In a forked process, it has been removed.
+        with contextlib.suppress(ValueError):
+            _locked_files.remove(file)
+
+
+def _close_in_child() -> None:
+    # This does not unlock what another process has locked.
+    for file in _locked_files:
+        file.close()
+    _locked_files.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _try_lock(file: BinaryIO, directory: Path) -> bool:
@@ -240,10 +268,7 @@ def _try_lock(file: BinaryIO, directory: Path) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (ImportError, OSError) as error:
         if isinstance(error, OSError) and error.errno in TAKEN:
-            raise ValueError(
-                f"{directory} is in use by another run, {_read_holder(file)}. Wait until that run "
-                "has ended, stop it, or choose another directory."
-            ) from None
+            raise ValueError(f"{directory} is in use by {_read_holder(file)}") from None
         logger.warning(
             "%s cannot be locked here (%s). Make sure that no other run uses it.", directory, error
         )
@@ -252,9 +277,18 @@ def _try_lock(file: BinaryIO, directory: Path) -> bool:
 
 
 def _read_holder(file: BinaryIO) -> str:
+    """Which run has the lock, and what to do, as the end of a sentence and another one."""
+    wait = "Wait until that run has ended, stop it, or choose another directory."
     try:
         file.seek(0)
         holder = json.loads(file.read(4096))
-        return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
+        host, process, since = holder["host"], holder["process"], holder["since"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return "whose host and process are unknown"
+        return f"another run, whose host and process are unknown. {wait}"
+    if (host, process) == (socket.gethostname(), os.getpid()):
+        return (
+            f"another run of this process, since {since}: a `fit` or a `Checkpointer` that has not "
+            "ended. End it first, such as by leaving its `with` statement, or choose another "
+            "directory."
+        )
+    return f"another run, process {process} on {host}, since {since}. {wait}"

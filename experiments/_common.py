@@ -75,6 +75,12 @@ def mesh_of_weights(mesh: Mesh | Literal["auto"]) -> Mesh:
     return mesh
 
 
+def refuse_uneven_batch(c: Any) -> None:
+    """Refuses a batch that does not divide into microbatches."""
+    if c.batch_size % c.accumulate:
+        refuse(f"--batch-size {c.batch_size} is not a multiple of --accumulate {c.accumulate}.")
+
+
 def refuse_uneven(mesh: Mesh | Literal["auto"], split: Mapping[str, int]) -> None:
     """Refuses numbers of rows that the mesh cannot split; a mesh that is chosen later is not
     checked."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _options import refuse
 
 # Around the assistant's words, in a text that is rendered with `mark_answers`.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -19,7 +20,10 @@ def read_texts(path: Path | None) -> tuple[list[str], list[str]]:
     """Returns the training and the validation texts: the files of a folder, split by the hash of
     their names; or the first 95 % and the rest of a single file."""
     if path is not None and path.is_file():
-        text = path.read_text("utf-8")
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            refuse(f"{path} is not text in UTF-8: {error}.")
         split = len(text) - len(text) // 20
         return [text[:split]], [text[split:]]
     root, pattern, skipped = path, "*", set()
@@ -32,7 +36,7 @@ def read_texts(path: Path | None) -> tuple[list[str], list[str]]:
         if file.is_file() and skipped.isdisjoint(name.parts):
             names.append(name)
     if len(names) < 2:
-        raise SystemExit(f"{root} must hold at least two files: for training and validation.")
+        refuse(f"{root} must hold at least two files: for training and validation.")
     names.sort(key=lambda name: zlib.crc32(name.as_posix().encode()))
     texts = [(root / name).read_text("utf-8", errors="replace") for name in names]
     valid = len(texts) // 32 + 1
@@ -43,6 +47,8 @@ def windows(texts: Iterable[Iterable[int]], seq: int) -> np.ndarray:
     """Splits texts into windows of `seq + 1` tokens. Each window starts with the last token of the
     one before; the last one is padded with -1."""
     tokens = np.concatenate([np.fromiter(text, np.int32) for text in texts])
+    if len(tokens) < 2:
+        refuse(f"The text to train or to validate on has {len(tokens)} tokens. Pass a longer one.")
     tokens = np.pad(tokens, (0, -(len(tokens) - 1) % seq), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
 
@@ -56,15 +62,23 @@ def beginning_of_text(tokenizer: Any) -> list[int]:
 def read_chats(path: Path) -> tuple[list[Any], list[Any]]:
     """Reads a .jsonl file with one chat on each line, `{"messages": [{"role": ..., "content":
     ...}, ...]}`. Returns the training chats and the validation chats (every twentieth)."""
-    chats = [row["messages"] for row in read_json_lines(path)]
+    chats = []
+    for number, row in enumerate(read_json_lines(path), 1):
+        if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+            refuse(f'Chat {number} of {path} must have the form {{"messages": [...]}}.')
+        chats.append(row["messages"])
     if len(chats) < 2:
-        raise SystemExit(f"{path} must hold at least two chats: for training and validation.")
+        refuse(f"{path} must hold at least two chats: for training and validation.")
     return [chat for i, chat in enumerate(chats) if i % 20], chats[::20]
 
 
 def read_json_lines(path: Path) -> list[Any]:
     """Reads a .jsonl file: a line of JSON for each example, and maybe empty lines."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        refuse(f"{path} is not a file of JSON lines: {error}.")
 
 
 def chat_windows(
@@ -165,7 +179,7 @@ def _answers(chat: Any, render: Callable[..., str], text: str) -> list[tuple[int
         begin, end = _changing(chat, index, render)
         answer = str(message["content"] or "").rpartition("</think>")[2].strip()
         if begin < last or answer not in text[begin:end]:
-            raise SystemExit(
+            refuse(
                 f"The chat template renders message {index} of a chat, an assistant's, such that "
                 f"its text cannot be told from the others: {answer[:60]!r}. Mark what "
                 "is learned in the template, with {% generation %} and {% endgeneration %}."

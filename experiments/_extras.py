@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from _options import refuse
+
 
 @contextlib.contextmanager
 def from_extra(extra: str) -> Iterator[None]:
@@ -10,7 +12,7 @@ def from_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise SystemExit(
+        refuse(
             f"This experiment needs the package {error.name}, which is not installed: "
             f'python -m pip install -e ".[experiments,{extra}]"'
-        ) from error
+        )

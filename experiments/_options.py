@@ -7,11 +7,14 @@ library and tyro: JAX, redcoast and others are imported afterwards.
 import ast
 import dataclasses
 import json
+import math
+import re
 import sys
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -25,11 +28,26 @@ Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
 
 
-@dataclass(frozen=True)
-class Least:
-    """The smallest number that an option may be; without it, that is 1 for an integer."""
+LARGEST = 2**31 - 1  # integer
 
-    number: int
+
+@dataclass(frozen=True)
+class Range:
+    """The smallest and the largest number that an option may be."""
+
+    least: float
+    most: float
+
+
+# Of options without another range.
+USUAL = {int: Range(1, LARGEST), float: Range(0, 1e30)}
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """The number that an option must be a multiple of."""
+
+    of: int
 
 
 @dataclass(frozen=True)
@@ -42,11 +60,23 @@ class Exists:
         return value in self.names or Path(value).exists()
 
 
-FromZero = Annotated[int, Least(0)]
-Seed = Annotated[int, Least(-(2**63))]
+@dataclass(frozen=True)
+class Pattern:
+    """Says of a text that it is a regular expression."""
+
+
+FromZero = Annotated[int, Range(0, LARGEST)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]  # what JAX, NumPy and scikit-learn all take
+Regex = Annotated[str, Pattern()]
+Positive = Annotated[float, Range(1e-30, 1e30)]
+MaybeInfinite = Annotated[float, Range(0, math.inf)]
+Share = Annotated[float, Range(0, 1)]
+Even = Annotated[int, Multiple(2)]
+MultipleOf32 = Annotated[int, Multiple(32)]
 Existing = Annotated[Path, Exists()]
 Weights = Annotated[str, Exists(("smollm2",))]
 Images = Annotated[str, Exists(("digits", "mnist"))]
+Pictures = Annotated[str, Exists(("glyphs", "digits", "mnist"))]
 Encoder = Annotated[Path, Exists(("minilm",))]
 STYLE = (tyro.conf.DisallowNone,)
 # Modules with options; all others that a script imports, except Python's own, are slow.
@@ -96,11 +126,13 @@ def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
     if not (hasattr(c, "run") and c.run.resume):
         return c
     root = c.run.directory or Path("runs") / script.stem
-    stored = json.loads((newest_run(root) / "config.json").read_text())
-    stored["run"] |= {"resume": True, "directory": c.run.directory}
+    stored = stored_options(config, newest_run(root) / "config.json")
     # Another process, or another launcher, has another address and index.
-    stored["run"]["hosts"] = {"local_devices": stored["run"]["hosts"].get("local_devices")}
-    return read_options(default=from_json(config, stored))
+    hosts = Hosts(local_devices=stored.run.hosts.local_devices)
+    run = dataclasses.replace(stored.run, resume=True, directory=c.run.directory, hosts=hosts)
+    c = read_options(default=dataclasses.replace(stored, run=run))
+    refuse_impossible(c)
+    return c
 
 
 def refuse_impossible(options: Any) -> None:
@@ -109,26 +141,38 @@ def refuse_impossible(options: Any) -> None:
     for option in dataclasses.fields(options):
         value = getattr(options, option.name)
         name = f"--{option.name.replace('_', '-')}"
-        least, exists = limits(hints[option.name])
         if dataclasses.is_dataclass(value):
             refuse_impossible(value)
-        elif isinstance(value, float) and not value >= 0:  # NaN is neither
-            refuse(f"{name} must be a number from 0 on, but is {value}.")
-        elif type(value) is int and value < least.number:
-            refuse(f"{name} must be at least {least.number}, but is {value}.")
-        elif exists and value is not None and not exists.is_met(str(value)):
+        elif value is not None:
+            refuse_value(name, value, marks(hints[option.name]))
+
+
+def refuse_value(name: str, value: Any, limits: list[Any]) -> None:
+    """Ends the program if the value of an option is not within the limits of its type."""
+    allowed = USUAL.get(type(value))
+    for limit in limits:
+        if isinstance(limit, Range):
+            allowed = limit
+        elif isinstance(limit, Multiple) and value % limit.of:
+            refuse(f"{name} must be a multiple of {limit.of}, but is {value}.")
+        elif isinstance(limit, Pattern):
+            refuse_no_pattern(name, value)
+        elif isinstance(limit, Exists) and not limit.is_met(str(value)):
             refuse(f"{name} is {value}, which does not exist.")
+    if allowed is None:
+        return
+    if not value >= allowed.least:  # NaN is not either
+        refuse(f"{name} must be at least {allowed.least}, but is {value}.")
+    if value > allowed.most:
+        refuse(f"{name} must be at most {allowed.most:,}, but is {value:,}.")
 
 
-def limits(hint: Any) -> tuple[Least, Exists | None]:
-    """What the annotations of an option say of its values."""
-    least, exists = Least(1), None
-    for mark in marks(hint):
-        if isinstance(mark, Least):
-            least = mark
-        if isinstance(mark, Exists):
-            exists = mark
-    return least, exists
+def refuse_no_pattern(name: str, value: str) -> None:
+    """Ends the program if the value of an option is no regular expression."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        refuse(f"{name} must be a regular expression, but is {value!r}: {error}.")
 
 
 def marks(hint: Any) -> list[Any]:
@@ -152,28 +196,64 @@ def newest_name(root: Path) -> str:
 def existing_run(root: Path, name: str) -> Path:
     """The directory of a run. Ends the program if there is no name."""
     if not name:
-        raise SystemExit(f"There is no run to resume in {root}. Leave out --resume to start one.")
+        refuse(f"There is no run to resume in {root}. Leave out --resume to start one.")
     return root / name
 
 
-def from_json(kind: Any, values: dict[str, Any]) -> Any:
-    """A dataclass of options from a `config.json`; what it lacks has its default."""
+def stored_options(config: Any, file: Path) -> Any:
+    """The options in the `config.json` of a run. Ends the program if they are not of this
+    script."""
+    advice = "Restore the file, or leave out --resume to start a new run."
+    try:
+        stored = json.loads(file.read_text("utf-8"))
+        if isinstance(stored, dict) and "run" not in stored:
+            raise TypeError("it has none that all scripts have")
+        return from_json(config, stored)
+    except (OSError, ValueError, RecursionError) as error:
+        refuse(f"The options of the run to resume, {file}, cannot be read: {error}. {advice}")
+    except TypeError as error:
+        refuse(f"{file} does not have the options of a run of this script: {error}. {advice}")
+
+
+def from_json(kind: Any, values: Any) -> Any:
+    """A dataclass of options from a `config.json`; what it lacks has its default.
+
+    Raises `TypeError` for a value of another type.
+    """
+    if not isinstance(values, dict):
+        raise TypeError(f"it has {values!r} in place of options")
     hints = typing.get_type_hints(kind)
     options = {}
     for option in dataclasses.fields(kind):
         if option.name in values:
-            options[option.name] = _convert(hints[option.name], values[option.name])
+            hint, value = hints[option.name], values[option.name]
+            if dataclasses.is_dataclass(hint):
+                options[option.name] = from_json(hint, value)
+            elif not has_type(hint, value):
+                raise TypeError(f"its {option.name} is {value!r}")
+            elif isinstance(value, str) and Path in (hint, *typing.get_args(hint)):
+                options[option.name] = Path(value)
+            elif isinstance(value, list):
+                options[option.name] = tuple(value)
+            else:
+                options[option.name] = value
     return kind(**options)
 
 
-def _convert(kind: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return from_json(kind, value)
-    if value is not None and (kind is Path or Path in typing.get_args(kind)):
-        return Path(value)
-    if isinstance(value, list):
-        return tuple(value)
-    return value
+def has_type(hint: Any, value: Any) -> bool:
+    """Whether a value from JSON is one of an option's type."""
+    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if kind is Literal:
+        return value in arguments
+    if kind in (typing.Union, types.UnionType):
+        return any(has_type(one_of, value) for one_of in arguments)
+    if kind is tuple:
+        return isinstance(value, list) and all(has_type(arguments[0], item) for item in value)
+    if hint is Path:
+        return isinstance(value, str)
+    if hint is float:
+        return type(value) in (int, float)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
 def description(doc: str | None, script: Path) -> str:

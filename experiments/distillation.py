@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, make_optimizer, report, start
 from _images import read_images
+from _options import Images, Positive, Share
 from _plots import plot_metric, save_pictures
 from sklearn.model_selection import train_test_split
 
@@ -20,15 +21,15 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
+    data: Images = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of folders
     labels: int = 100  # number of images with a label for the student; the teacher has all labels
     teacher_width: int = 256  # width of the teacher's hidden layer
     width: int = 32  # width of the student's hidden layer
-    temperature: float = 4.0  # by which logits are divided, to soften the teacher's predictions
-    weight: float = 0.9  # weight of the teacher's predictions; that of the labels is 1 - weight
+    temperature: Positive = 4.0  # by which logits are divided, to soften the teacher's predictions
+    weight: Share = 0.9  # weight of the teacher's predictions; that of the labels is 1 - weight
     batch_size: int = 64  # global batch size in images
     steps: int = 600  # number of training steps of each of the three networks
-    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 3e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, mean_return, sizes
+from _options import Positive
 from _plots import plot_metric
 from jax.flatten_util import ravel_pytree
 
@@ -26,10 +27,10 @@ import redcoast as rc
 class Config:
     environment: str = "CartPole-v1"  # only those written in JAX: CartPole-v1 and Pendulum-v1
     perturbations: int = 64  # number of antithetic pairs in a step: each is added and subtracted
-    sigma: float = 0.1  # standard deviation of a perturbation
+    sigma: Positive = 0.1  # standard deviation of a perturbation
     width: int = 16  # width of the hidden layer
     steps: int = 60  # number of gradient steps
-    learning_rate: float = 0.05  # learning rate
+    learning_rate: Positive = 0.05  # learning rate
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
     run: _options.RunOptions = field(default_factory=_options.Run)
 

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, report, start
 from _images import read_images
-from _options import Maybe, refuse
+from _options import Images, Maybe, Positive, Share, refuse
 from _plots import plot_lines, plot_metric, plt, read_metric, save_predictions
 from jax.flatten_util import ravel_pytree
 
@@ -28,24 +28,24 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
+    data: Images = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of folders
     method: Literal["fedavg", "fedadam", "scaffold"] = "fedavg"  # how updates are combined
     clients: int = 64  # number of clients, each with its own part of the training images
     per_round: int = 16  # number of clients that take part in a round
-    alpha: float = 0.1  # of the Dirichlet split of each class over clients; lower is less iid
+    alpha: Positive = 0.1  # of the Dirichlet split of each class over clients; lower is less iid
     local_steps: int = 10  # number of gradient steps of a client in a round
     local_batch: int = 16  # number of images in a gradient step of a client, drawn with replacement
-    local_rate: float = 0.1  # learning rate of the clients
+    local_rate: Positive = 0.1  # learning rate of the clients
     server_rate: Maybe[float] = None  # learning rate of the server: by default 1, 0.01 for fedadam
-    stragglers: float = 0.0  # probability that a client does only a random number of local steps
+    stragglers: Share = 0.0  # probability that a client does only a random number of local steps
     width: int = 64  # width of the hidden layer
     steps: int = 100  # number of rounds
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
-    if not (0 < c.per_round <= c.clients and c.alpha > 0 and 0 <= c.stragglers <= 1):
-        refuse("--per-round must be at most --clients, --alpha above 0, and --stragglers up to 1.")
+    if c.per_round > c.clients:
+        refuse("--per-round must be at most --clients.")
     run = start(c, "federated")
     images, labels, names = read_images(c.data, size=32)
     vectors = images.reshape(len(images), -1)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from _common import exit_if_stopped, report, start
 from _learner import mesh_of, prepare, run_learner, split_keys
-from _options import FromZero, Maybe, Weights, refuse
+from _options import FromZero, Maybe, Positive, Weights, refuse
 from _plots import plot_metric
 from _policies import accuracy, read_policy, token_log_probs
 from _rollouts import blank_rollout, choose_problems, learned_tokens, of_answers, roll_out
@@ -50,7 +50,7 @@ class Config:
     epochs: int = 1  # passes over the answers of a rollout
     minibatches: int = 2  # number of minibatches in a pass
     steps: int = 300  # number of iterations: a rollout, then gradient steps on its minibatches
-    learning_rate: float = 6e-4  # learning rate
+    learning_rate: Positive = 6e-4  # learning rate
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, print_once, report, start
 from _images import read_images
-from _options import FromZero, Images
+from _options import FromZero, Images, Positive
 from _plots import save_predictions
 from scipy import ndimage
 from sklearn import metrics
@@ -27,7 +27,7 @@ class Config:
     channels: int = 32  # number of channels in the first convolutions
     batch_size: int = 64  # global batch size in images
     steps: int = 600  # number of training steps
-    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 3e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from _common import end_training, make_optimizer, report, start
 from _extras import from_extra
 from _glyphs import read_glyphs
-from _options import Existing, Maybe
+from _options import Even, Existing, Maybe, Positive
 from _packages import fetch_npm
 from _plots import save_pictures
-from _published import read_tokenizer
+from _published import read_model, read_tokenizer
 from PIL import Image
 from sklearn.metrics import pairwise_distances_argmin
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -32,12 +32,12 @@ class Config:
     data: Literal["characters", "emoji"] = "characters"  # of matplotlib's fonts, or of npm (62 MB)
     weights: Maybe[Existing] = None  # Hugging Face directory of a ViT and GPT-2 captioner
     size: int = 32  # height and width of the images, in pixels (that of the weights, if given)
-    width: int = 64  # size of the residual streams of a new model
+    width: Even = 64  # size of the residual streams of a new model
     layers: int = 2  # number of layers of the encoder and of the decoder of a new model
     beams: int = 1  # number of beams of beam search (1: greedy decoding)
     batch_size: int = 32  # global batch size in images
     steps: int = 2000  # number of training steps
-    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 3e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
@@ -46,7 +46,7 @@ def main(c: Config) -> None:
     pretrained: Any = None
     size = c.size
     if c.weights is not None:
-        pretrained = rc.load_pretrained(c.weights)
+        pretrained = read_model(c.weights)
         size = pretrained.config.encoder.image[0]
     train, test = split(read_pairs(c.data, size))
     images, names = zip(*test, strict=True)

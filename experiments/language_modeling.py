@@ -7,9 +7,16 @@ import _options
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import exit_if_stopped, make_optimizer, report, save_samples, start
+from _common import (
+    exit_if_stopped,
+    make_optimizer,
+    refuse_uneven_batch,
+    report,
+    save_samples,
+    start,
+)
 from _corpus import read_texts, windows
-from _options import Existing, Maybe
+from _options import Existing, Maybe, Positive, refuse
 from _plots import plot_metric
 from _tokenizers import train_tokenizer
 
@@ -30,13 +37,16 @@ class Config:
     batch_size: int = 32  # global batch size in sequences
     accumulate: int = 1  # number of microbatches for gradient accumulation
     steps: int = 540  # number of training steps
-    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 3e-3  # peak learning rate after the warmup
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of layers; parameters: float32
     prompt: str = "def main("  # prompt for the sample
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
+    if c.width % (2 * c.heads) or c.heads % c.kv_heads:
+        refuse("--width must be a multiple of 2 x --heads, and --heads of --kv-heads.")
+    refuse_uneven_batch(c)
     run = start(c, "language_modeling")
 
     # Data: examples are windows of one long array of tokens.
@@ -57,7 +67,8 @@ def main(c: Config) -> None:
         return loss, {"weight": jnp.sum(targets >= 0), "bits_per_byte": bits_per_byte}
 
     # `fit` plans the model before creating it, so it may be larger than the memory of a device.
-    sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, 32 * round(c.width / 12))
+    hidden = 32 * max(1, round(c.width / 12))
+    sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, hidden)
     state = rc.fit(
         lambda key: Llama(sizes, key=key),
         make_optimizer(c, len(train), b2=0.95, weight_decay=0.1),

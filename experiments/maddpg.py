@@ -31,7 +31,7 @@ from _learner import (
     scan_steps,
     split_keys,
 )
-from _options import refuse
+from _options import Positive, Share, refuse
 from _plots import plt, read_metric
 from _replay import add, empty_buffer, sample
 
@@ -51,11 +51,11 @@ class Config:
     batch_size: int = 512  # number of transitions in a gradient step, a multiple of --num-envs
     buffer: int = 100000  # number of the newest transitions that are kept, of all environments
     noise_std: float = 0.2  # standard deviation of the noise on actions, which are from -1 to 1
-    discount: float = 0.95  # discount factor of rewards (gamma)
-    tau: float = 0.02  # rate at which target networks approach the trained ones, from 0 to 1
+    discount: Share = 0.95  # discount factor of rewards (gamma)
+    tau: Share = 0.02  # rate at which target networks approach the trained ones, from 0 to 1
     width: int = 64  # width of the hidden layers
     steps: int = 400  # number of iterations: an episode in each environment, then gradient steps
-    learning_rate: float = 1e-3  # learning rate of all networks
+    learning_rate: Positive = 1e-3  # learning rate of all networks
     episodes: int = 200  # number of episodes after training; returns are means over the agents
     run: _options.RunOptions = field(default_factory=_options.Run)
 

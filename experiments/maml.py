@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from _common import confidence_95, end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
-from _options import Maybe
+from _options import Maybe, Positive, refuse
 from _plots import plot_lines, save_predictions
 from sklearn.neighbors import KNeighborsClassifier as KNN
 
@@ -34,14 +34,12 @@ class Config:
     inner_rate: Maybe[float] = None  # learning rate on a task: by default 0.02, or 1 for glyphs
     batch_size: int = 32  # global batch size in tasks
     steps: Maybe[int] = None  # number of training steps: by default 3000, or 300 for glyphs
-    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 3e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(config: Config) -> None:
     c = with_defaults(config)
-    if min(c.shots, c.queries) < 1:
-        raise SystemExit(f"--shots {c.shots} and --queries {c.queries} have to be at least 1.")
     count = c.shots  # of a task's examples to learn from
     if c.glyphs:
         count *= c.ways
@@ -163,7 +161,7 @@ def glyphs(c):
         if len(images) >= count:
             characters[SCRIPTS[name.split()[0]]].append(images)
     if min(map(len, characters.values())) < c.ways:
-        raise SystemExit(f"There are not {c.ways} characters in {count} fonts. Use fewer --shots.")
+        refuse(f"There are not {c.ways} characters in {count} fonts. Use fewer --shots.")
 
     def sample(is_test, rng):
         split = characters[TRAIN]

@@ -16,7 +16,7 @@ import optax
 from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollout, sizes
 from _learner import mesh_of, on_one_device, prepare, run_learner, split_keys
-from _options import refuse
+from _options import Positive, Share, refuse
 from _plots import plot_metric
 
 import redcoast as rc
@@ -33,12 +33,12 @@ class Config:
     epochs: int = 4  # passes over the transitions of an iteration
     minibatches: int = 16  # number of minibatches in a pass; must divide --rollout
     clip: float = 0.2  # epsilon of the clipped objective; values are clipped by epsilon x their std
-    discount: float = 0.995  # discount factor of rewards (gamma)
-    gae_lambda: float = 0.95  # lambda of generalised advantage estimation
+    discount: Share = 0.995  # discount factor of rewards (gamma)
+    gae_lambda: Share = 0.95  # lambda of generalised advantage estimation
     entropy: float = 0.01  # weight of the policy's entropy
     width: int = 64  # width of the hidden layers
     steps: int = 40  # number of iterations: a rollout, then gradient steps on its minibatches
-    learning_rate: float = 1e-3  # learning rate at the start, from which it decays to zero
+    learning_rate: Positive = 1e-3  # learning rate at the start, from which it decays to zero
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
     run: _options.RunOptions = field(default_factory=_options.Run)
 

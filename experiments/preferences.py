@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, report, start
 from _corpus import read_json_lines
-from _options import Existing, FromZero, Maybe, Weights, refuse
+from _options import Existing, FromZero, Maybe, Positive, Weights, refuse
 from _plots import plot_metric
 from _policies import accuracy, collate_answers, read_policy, token_log_probs, write_answers
 from _verifiable import make_task
@@ -45,7 +45,7 @@ class Config:
     seq: Maybe[int] = None  # tokens in a prompt with its answer; by default those of the longest
     batch_size: int = 64  # global batch size in pairs
     steps: int = 100  # number of training steps
-    learning_rate: float = 1e-4  # peak learning rate after the warmup
+    learning_rate: Positive = 1e-4  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
@@ -113,10 +113,8 @@ def read_pairs(path: Path) -> list[dict[str, str]]:
     pairs = read_json_lines(path)
     for number, pair in enumerate(pairs, 1):
         for name in ("prompt", "chosen", "rejected"):
-            if not isinstance(pair.get(name), str):
-                raise SystemExit(
-                    f"Line {number} of {path} must have prompt, chosen and rejected texts."
-                )
+            if not isinstance(pair, dict) or not isinstance(pair.get(name), str):
+                refuse(f"Line {number} of {path} must have prompt, chosen and rejected texts.")
     return pairs
 
 

@@ -11,8 +11,8 @@ import _options
 import jax
 import jax.numpy as jnp
 from _common import mesh_of_weights, read_mesh
-from _options import Existing, FromZero, Maybe
-from _published import read_tokenizer, smollm2
+from _options import Existing, FromZero, Maybe, refuse
+from _published import read_model, read_tokenizer, smollm2
 
 import redcoast as rc
 
@@ -37,11 +37,11 @@ def main(c: Config) -> None:
     try:
         import lm_eval  # pyright: ignore[reportMissingImports]
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        raise SystemExit('This script needs lm-eval: pip install "lm-eval>=0.4.9"') from error
+    except ModuleNotFoundError:
+        refuse('This script needs lm-eval: pip install "lm-eval>=0.4.9"')
     weights = c.weights or smollm2()
     mesh = mesh_of_weights(read_mesh(c.mesh))
-    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
+    model = read_model(weights, mesh=mesh, dtype=jnp.float32)
     wrapped = rc.lm_eval_model(
         model,
         read_tokenizer(weights),

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import broadcast_text, mesh_of_weights, print_once, read_mesh
-from _options import Existing, Maybe, Seed
-from _published import chat_template, read_tokenizer, smollm2
+from _options import Existing, Maybe, Seed, Share
+from _published import chat_template, read_model, read_tokenizer, smollm2
 
 import redcoast as rc
 
@@ -19,7 +19,7 @@ class Config:
     prompt: Maybe[str] = None  # answer only this prompt, then exit
     system: Maybe[str] = None  # system prompt
     temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
-    top_p: float = 0.95  # sample only from the most likely tokens with this total probability
+    top_p: Share = 0.95  # sample only from the most likely tokens with this total probability
     new_tokens: int = 256  # maximum length of an answer in tokens
     mesh: _options.Mesh = "data=-1"  # mesh of devices: 8, 2x4 (data x model), pipe=2,fsdp=4 or auto
     seed: Seed = 0  # random seed for sampling
@@ -31,7 +31,7 @@ def main(c: Config) -> None:
     weights = c.weights or smollm2()
     tokenizer, render = read_tokenizer(weights), chat_template(weights)
     mesh = mesh_of_weights(read_mesh(c.mesh))
-    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
+    model = read_model(weights, mesh=mesh, dtype=jnp.float32)
 
     chat = []
     if c.system:

@@ -13,10 +13,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import end_training, make_optimizer, mesh_of_weights, print_once, report, start
+from _common import (
+    end_training,
+    make_optimizer,
+    mesh_of_weights,
+    print_once,
+    refuse_uneven_batch,
+    report,
+    start,
+)
 from _corpus import beginning_of_text, chat_windows, packed_chats, read_chats, read_texts, windows
-from _options import Existing, Maybe
-from _published import chat_template, read_tokenizer, smollm2
+from _options import Existing, Maybe, Positive, Regex
+from _published import chat_template, read_model, read_tokenizer, smollm2
 
 import redcoast as rc
 from redcoast import lora, losses
@@ -29,12 +37,12 @@ class Config:
     packed: bool = True  # put several chats into a row; they do not see each other
     lora: bool = False  # train low-rank adapters (LoRA) instead of the weights
     rank: int = 16  # rank of the LoRA adapters
-    targets: str = r"layers/w[qkvo]"  # regular expression for the paths of the weights to adapt
+    targets: Regex = r"layers/w[qkvo]"  # regular expression for the paths of the weights to adapt
     seq: int = 256  # sequence length in tokens
     batch_size: int = 4  # global batch size in sequences
     accumulate: int = 1  # number of microbatches for gradient accumulation
     steps: int = 50  # number of training steps
-    learning_rate: float = 1e-4  # peak learning rate after the warmup (use about 10x with LoRA)
+    learning_rate: Positive = 1e-4  # peak learning rate after the warmup (use about 10x with LoRA)
     remat: Literal["none", "dots", "full"] = "dots"  # what to rematerialise in the backward pass
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of layers; parameters: float32
     prompt: str = "def read_lines(path"  # prompt for the samples
@@ -43,11 +51,12 @@ class Config:
 
 
 def main(c: Config) -> None:
+    refuse_uneven_batch(c)
     run = start(c, "sft")
     # Each device reads only its own slices of the weights.
     mesh, weights = mesh_of_weights(run.mesh), c.weights or smollm2()
     tokenizer = read_tokenizer(weights)
-    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32, remat=c.remat)
+    model = read_model(weights, mesh=mesh, dtype=jnp.float32, remat=c.remat)
     trainable = eqx.is_inexact_array
     if c.lora:
         model = lora.add_adapters(model, c.rank, targets=c.targets, key=run.key)

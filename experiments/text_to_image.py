@@ -19,6 +19,7 @@ import numpy as np
 from _common import end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
 from _images import read_images
+from _options import Pictures, Positive, Regex, refuse
 from _plots import save_pictures
 from sklearn.model_selection import train_test_split
 from sklearn.svm import SVC
@@ -28,19 +29,21 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "glyphs"  # glyphs, digits (scikit-learn), mnist (PyPI), or a folder of folders
-    names: str = r"latin capital letter \w"  # Unicode names of the glyphs, a regular expression
+    data: Pictures = "glyphs"  # glyphs, digits (scikit-learn), mnist (PyPI), or a folder of folders
+    names: Regex = r"latin capital letter \w"  # Unicode names of the glyphs, a regular expression
     size: Literal[8, 16, 32] = 16  # height and width of glyphs and of images of a folder, in pixels
     symbol: str = ""  # character to teach to the newest model, such as Ж
     width: int = 128  # size of the residual stream
     guidance: float = 2.0  # guidance weight of the samples (1: no guidance)
     batch_size: int = 32  # global batch size in images
     steps: int = 2000  # number of training steps
-    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    learning_rate: Positive = 3e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
+    if c.symbol and (len(c.symbol) > 1 or not unicodedata.name(c.symbol, "")):
+        refuse(f"--symbol must be one character with a name in Unicode, but is {c.symbol!r}.")
     run = start(c, "text_to_image")
     examples = read_examples(c)
     shape = examples[0][0].shape  # (channels, height, width)
@@ -207,7 +210,7 @@ def draw(names: str, shape: tuple[int, ...], called: str = ""):
             caption = " ".join([*styles_of(glyph.font), called or glyph.name])
             pairs.append((np.broadcast_to(glyph.image, shape), caption))
     if len(pairs) < 10:
-        raise SystemExit(f"Only {len(pairs)} images are named {names!r}. Use others as --names.")
+        refuse(f"Only {len(pairs)} images are named {names!r}. Use others as --names.")
     return pairs
 
 
@@ -224,7 +227,7 @@ def load_model(root, like):
         if json.loads(config.read_text())["symbol"] == "":
             checkpoints += config.parent.glob("checkpoints/[0-9]*")
     if not checkpoints:
-        raise SystemExit(f"There is no model in {root}. Train one without --symbol first.")
+        refuse(f"There is no model in {root}. Train one without --symbol first.")
     return rc.load_checkpoint(max(checkpoints), like, subtree="model")
 
 

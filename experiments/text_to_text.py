@@ -13,9 +13,9 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, save_samples, start
 from _extras import from_extra
-from _options import Existing, Maybe
+from _options import Existing, Maybe, MultipleOf32, Positive, refuse
 from _packages import fetch
-from _published import read_tokenizer
+from _published import read_model, read_tokenizer
 from _tokenizers import END, PAD, encode, train_tokenizer
 from sklearn.model_selection import train_test_split
 
@@ -34,13 +34,13 @@ class Config:
     weights: Maybe[Existing] = None  # Hugging Face directory to fine-tune
     seq: int = 32  # maximum length in tokens (use about 64 for the bible)
     vocab: int = 1000  # vocabulary size of the tokenizer (without weights)
-    width: int = 96  # size of the residual stream, a multiple of 32 (without weights)
+    width: MultipleOf32 = 96  # size of the residual stream, a multiple of 32 (without weights)
     layers: int = 2  # number of layers in the encoder and in the decoder (without weights)
     beams: int = 4  # number of beams in beam search
     tests: int = 512  # number of test examples
     batch_size: int = 32  # global batch size in examples
     steps: int = 600  # number of training steps
-    learning_rate: float = 2e-3  # peak learning rate after the warmup (use about 1e-4 with weights)
+    learning_rate: Positive = 2e-3  # peak learning rate after the warmup (about 1e-4 with weights)
     run: _options.RunOptions = field(default_factory=_options.Run)
 
 
@@ -50,10 +50,12 @@ def main(c: Config) -> None:
         pairs = read_bible()
     else:
         pairs = read_characters()
+    if c.tests >= len(pairs):
+        refuse(f"--tests is {c.tests}, but there are {len(pairs)} examples.")
     train, test = train_test_split(pairs, test_size=c.tests, random_state=c.run.seed)
     if c.weights:
         tokenizer = read_tokenizer(c.weights)
-        model = rc.load_pretrained(c.weights, dtype=jnp.float32)
+        model = read_model(c.weights, dtype=jnp.float32)
     else:
         tokenizer = train_tokenizer(it.chain.from_iterable(train), c.vocab, start=False)
         model = lambda key: make_model(c, key)

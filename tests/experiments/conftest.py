@@ -1,6 +1,8 @@
 """Fixtures for the tests of the experiments."""
 
+import contextlib
 import importlib
+import re
 
 import pytest
 from paths import EXPERIMENTS
@@ -30,6 +32,20 @@ def config(experiment, script, request, tmp_path):
         return experiment.Config(**request.module.SMALL | options, run=run)
 
     return make
+
+
+@pytest.fixture
+def refused(capsys):
+    """A context in which a script ends with a message that fits, and the code of wrong options."""
+
+    @contextlib.contextmanager
+    def context(words):
+        with pytest.raises(SystemExit) as stopped:
+            yield
+        assert stopped.value.code == 2
+        assert re.search(words, capsys.readouterr().err)
+
+    return context
 
 
 @pytest.fixture

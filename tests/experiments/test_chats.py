@@ -103,9 +103,9 @@ def test_tokens_are_those_of_the_whole_text():
     assert "legs?" not in found
 
 
-def test_templates_whose_answers_cannot_be_told_apart_are_refused():
+def test_templates_whose_answers_cannot_be_told_apart_are_refused(refused):
     template = START + "{{m.content | upper}}{% endfor %}"
-    with pytest.raises(SystemExit, match=r"message 2 of a chat.*Mark what is learned"):
+    with refused(r"message 2 of a chat.*Mark what is learned"):
         learn(renderer(template, {}), CHAT)
 
 

@@ -37,8 +37,8 @@ def test_a_run_reports_accuracy_and_epsilon(mesh, experiment, config, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"batch_size": 2000}, {"clip": math.inf}])
-def test_options_without_a_meaning_are_refused(experiment, config, options):
-    with pytest.raises(SystemExit, match="at most 1437; with --noise, --clip finite"):
+def test_options_without_a_meaning_are_refused(experiment, config, options, refused):
+    with refused("at most 1437; with --noise, --clip finite"):
         experiment.main(config(**options))
 
 

@@ -132,7 +132,15 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
     ("name", "passed", "words"),
     [
         ("language_modeling", ["--batch-size", "0"], "--batch-size must be at least 1, but is 0"),
-        ("language_modeling", ["--learning-rate", "nan"], "--learning-rate must be a number from"),
+        ("language_modeling", ["--learning-rate", "nan"], "--learning-rate must be at least 1e-30"),
+        ("language_modeling", ["--learning-rate", "inf"], "--learning-rate must be at most 1e+30"),
+        ("language_modeling", ["--seed", "-1"], "--seed must be at least 0, but is -1"),
+        ("language_modeling", ["--seed", str(2**70)], "--seed must be at most 4,294,967,295"),
+        ("language_modeling", ["--batch-size", str(2**31)], "--batch-size must be at most 2,147"),
+        ("text_to_image", ["--names", "["], "--names must be a regular expression, but is '['"),
+        ("text_to_text", ["--width", "33"], "--width must be a multiple of 32, but is 33"),
+        ("ppo", ["--discount", "1.5"], "--discount must be at most 1, but is 1.5"),
+        ("federated", ["--data", "digit"], "--data is digit, which does not exist"),
         ("language_modeling", ["--process-id", "-1"], "--process-id must be at least 0"),
         ("language_modeling", ["--text", "missing"], "--text is missing, which does not exist"),
         ("maml", ["--steps", "-3"], "--steps must be at least 1, but is -3"),  # it may be left out
@@ -141,22 +149,22 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
         ("image_classification", ["--data", "digit"], "--data is digit, which does not exist"),
     ],
 )
-def test_impossible_values_are_refused_as_unknown_options_are(script, capsys, name, passed, words):
-    """With exit code 2 and one sentence; they were errors of a run that had been started."""
+def test_impossible_values_are_refused_as_unknown_options_are(script, refused, name, passed, words):
+    """They were errors of a run that had been started."""
     module, options = script(name), script("_options")
-    with pytest.raises(SystemExit) as stopped:
+    with refused(re.escape(words)):
         options.parse(module.Config, "", passed)
-    assert stopped.value.code == 2
-    assert words in capsys.readouterr().err
 
 
 def test_values_at_the_limits_are_taken(script):
     options = script("_options")
     c = options.parse(script("grpo").Config, "", ["--rank", "0", "--weights", "smollm2"])
     assert (c.rank, c.weights, c.run.seed) == (0, "smollm2", 0)
-    words = ["--seed", "-1", "--shift", "0", "--learning-rate", "0", "--data", "mnist"]
+    words = ["--seed", str(2**32 - 1), "--shift", "0", "--data", "mnist"]
     c = options.parse(script("image_classification").Config, "", words)
-    assert (c.run.seed, c.shift, c.learning_rate, c.data) == (-1, 0, 0.0, "mnist")
+    assert (c.run.seed, c.shift, c.data) == (2**32 - 1, 0, "mnist")
+    c = options.parse(script("differential_privacy").Config, "", ["--clip", "inf", "--delta", "0"])
+    assert (c.clip, c.delta) == (math.inf, 0)
 
 
 def test_resuming_takes_the_options_of_the_run(script, tmp_path):
@@ -174,6 +182,69 @@ def test_resuming_takes_the_options_of_the_run(script, tmp_path):
     assert c.run.hosts == options.Hosts(local_devices=8)
     assert script("_common").run_directory(tmp_path, resume=True, config=c) == directory
     assert json.loads((directory / "config.json").read_text())["steps"] == 9
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ('{"steps": 5,', "cannot be read: Expecting property name"),
+        ("[1]", "it has [1] in place of options"),
+        ('{"model_type": "llama"}', "it has none that all scripts have"),
+        ('{"run": {}, "steps": "many"}', "its steps is 'many'"),
+        ('{"run": {"wandb": 1}}', "its wandb is 1"),
+        ('{"run": {}, "text": "gone"}', "--text is gone, which does not exist"),
+    ],
+)
+def test_a_run_whose_options_are_damaged_or_of_another_program(
+    script, refused, tmp_path, stored, words
+):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "config.json").write_text(stored)
+    with refused(re.escape(words)):
+        again = ["--directory", str(tmp_path), "--resume"]
+        script("_options").parse(script("language_modeling").Config, "", again)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("language_modeling", {"heads": 3}, "--width must be a multiple of 2 x --heads"),
+        (
+            "language_modeling",
+            {"accumulate": 3},
+            "--batch-size 32 is not a multiple of --accumulat",
+        ),
+        ("sft", {"accumulate": 3}, "--batch-size 4 is not a multiple of --accumulate 3"),
+        ("text_to_image", {"symbol": "ab"}, "--symbol must be one character with a name"),
+    ],
+)
+def test_options_that_do_not_fit_each_other_start_no_run(
+    script, refused, tmp_path, name, options, words
+):
+    module = script(name)
+    with refused(words):
+        module.main(module.Config(**options, run=script("_options").Run(directory=tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"ab", bytes(range(256))])
+def test_files_that_are_no_text_to_train_on_are_refused(script, refused, tmp_path, content):
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    corpus = script("_corpus")
+    with refused("tokens. Pass a longer one|is not text in UTF-8"):
+        for texts in corpus.read_texts(file):
+            corpus.windows(map(str.encode, texts), 4)
+
+
+def test_folders_without_classes_of_images_are_refused(script, refused, tmp_path):
+    read_images = script("_images").read_images
+    with refused("must be a folder of two or more folders of images"):
+        read_images(str(tmp_path), 8)
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "cat.png").write_text("no image")
+    with refused("must be a folder that has a folder of images for each class"):
+        read_images(str(tmp_path), 8)
 
 
 def test_paths_and_tuples_of_stored_options(script):
@@ -259,8 +330,8 @@ def test_images_are_classified_in_a_short_run(script, short, tmp_path, capsys):
             picture.verify()
 
 
-def test_resuming_without_a_run_exits_with_a_message(script, tmp_path):
-    with pytest.raises(SystemExit, match="There is no run to resume"):
+def test_resuming_without_a_run_exits_with_a_message(script, tmp_path, refused):
+    with refused("There is no run to resume"):
         script("_common").run_directory(tmp_path, resume=True, config=None)
 
 
@@ -312,9 +383,9 @@ def test_validation_files_do_not_depend_on_other_files(script, texts):
     assert set(read_texts(texts)[0]) - set(train) in ({"Another."}, set(valid))
 
 
-def test_one_file_in_a_folder_is_refused(script, tmp_path):
+def test_one_file_in_a_folder_is_refused(script, tmp_path, refused):
     (tmp_path / "only.txt").write_text("Some text.")
-    with pytest.raises(SystemExit, match="must hold at least two files"):
+    with refused("must hold at least two files"):
         script("language_modeling").read_texts(tmp_path)
 
 

@@ -68,11 +68,11 @@ def test_captions_name_style_and_character(script):
     assert {image.shape for image, _ in drawn} == {(3, 8, 8)}
 
 
-def test_characters_that_no_font_draws_are_refused(script):
-    with pytest.raises(SystemExit, match="Only 0 images are named"):
+def test_characters_that_no_font_draws_are_refused(script, refused):
+    with refused("Only 0 images are named"):
         script("text_to_image").draw("hangul syllable ga", (1, 8, 8))
 
 
-def test_symbol_without_a_model_is_refused(script, tmp_path):
-    with pytest.raises(SystemExit, match="There is no model"):
+def test_symbol_without_a_model_is_refused(script, tmp_path, refused):
+    with refused("There is no model"):
         script("text_to_image").load_model(tmp_path, None)

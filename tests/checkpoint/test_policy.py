@@ -133,5 +133,16 @@ def test_directories_that_nothing_can_be_saved_in_are_refused_before_the_run(tmp
         rc.Checkpoints("")
     with pytest.raises(ValueError, match="not encoded as UTF-8"):
         rc.Checkpoints(tmp_path / "r\udcff")
+    with pytest.raises(ValueError, match="takes '.', '.' and '.' in a path for a pattern"):
+        rc.Checkpoints(tmp_path / "rates=[0.1]" / "run")
     with pytest.raises(ValueError, match="not encoded as UTF-8"):
         rc.save_checkpoint(tmp_path / "r\udcff", tree(0))
+
+
+def test_relative_paths_need_a_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError, match="`directory` is 'run', relative to the working"):
+        rc.Checkpoints("run")
+    assert rc.Checkpoints(tmp_path / "run").path == tmp_path / "run" / "checkpoints"

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from ..core._donation import refuse_deleted
 from ..core._dtypes import check_unmasked
 from ..core._durable_files import sync_name
-from ..core._errors import check_kind, local_path, several
+from ..core._errors import absolute_path, check_kind, several
 from ..core._frames import hide_frames
 from ..core._read_json import JSONObject, read_json
 from ..core._tracing import refuse_traced
@@ -50,6 +50,7 @@ from ._orbax import (
 from ._shared_directory import check_shared
 
 FORMAT = 1  # of the JSON document
+PATTERN_LETTERS = frozenset("*?[")  # that `glob` does not take as they are
 # Errors of missing files, files in place of directories, bad disks and links in a circle.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 LIBRARIES = ("jax", "equinox", "optax", "orbax-checkpoint")
@@ -124,13 +125,19 @@ def save_checkpoint(
 def storable_path(name: str, path: str | Path) -> Path:
     """The absolute path of a directory that Orbax can write to.
 
-    Raises `ValueError` for a path whose bytes are not UTF-8, where a save would fail.
+    Raises `ValueError` for a path whose bytes are not UTF-8, where a save would fail, and for one
+    with letters of patterns, where Orbax would not find what it has written.
     """
-    absolute = local_path(name, path).absolute()
+    absolute = absolute_path(name, path)
     if not _is_utf8(str(absolute)):
         raise ValueError(
             f"`{name}` is {str(absolute)!r}, whose letters are not encoded as UTF-8, and Orbax "
             "saves nothing there. Choose another path."
+        )
+    if not PATTERN_LETTERS.isdisjoint(str(absolute)):
+        raise ValueError(
+            f"`{name}` is {str(absolute)!r}, and Orbax takes '*', '?' and '[' in a path for a "
+            "pattern: a checkpoint that is saved there could not be read. Choose another path."
         )
     return absolute
 
@@ -280,7 +287,7 @@ def load_checkpoint(
         ```
     """
     refuse_traced(like, "load_checkpoint", "Load it before, and pass the arrays to the function.")
-    path = local_path("path", path).absolute()
+    path = absolute_path("path", path)
     check_kind("subtree", subtree, (str, NoneType), "a path inside of the checkpoint")
     if like is None and shardings is not None:
         raise ValueError(

@@ -120,6 +120,21 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser()
 
 
+def absolute_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """As `local_path`, as an absolute path, which a later `os.chdir` does not change.
+
+    Raises `FileNotFoundError` for a relative path if the working directory has been deleted.
+    """
+    local = local_path(name, path)
+    try:
+        return local.absolute()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"`{name}` is {str(local)!r}, relative to the working directory, which has been "
+            "deleted. Pass an absolute path, or change to a directory that exists."
+        ) from None
+
+
 def wrong_type(name: str, value: object, words: str) -> TypeError:
     # The `repr` of an array or an object could be longer than the sentence, or fail.
     shown = f"of type {type_name(value)}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..core._errors import local_path
+from ..core._errors import absolute_path
 from ..core._frames import hide_frames
 from ..core._pytree import leaf_paths, show_path
 from ..models._einsum import LowRank
@@ -148,7 +148,7 @@ def load_adapters(model: PyTree, path: str | Path) -> PyTree:
         merged = lora.merge(model)
         ```
     """
-    path = local_path("path", path).absolute()
+    path = absolute_path("path", path)
     config = read_adapter_config(path)
     if family_of(model) is None:
         raise ValueError(

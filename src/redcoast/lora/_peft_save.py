@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from ..core._durable_files import sync_name
-from ..core._errors import local_path
+from ..core._errors import absolute_path
 from ..core._frames import hide_frames
 from ..core._pytree import leaf_paths
 from ..core._train_state import refuse_state
@@ -143,7 +143,7 @@ def save_adapters(model: PyTree, path: str | Path, *, modules_to_save: Sequence[
         ```
     """
     refuse_state(model, "save_adapters")
-    path = local_path("path", path).absolute()
+    path = absolute_path("path", path)
     # All processes use the list of process 0, which might write before the others read.
     existing = [name for name in (CONFIG, TENSORS) if (path / name).exists()]
     if existing := decide("the files of adapters", existing):

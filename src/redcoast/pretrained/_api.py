@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..core._errors import check_kind, local_path
+from ..core._errors import absolute_path, check_kind
 from ..core._frames import hide_frames
 from ..core._train_state import refuse_state
 
@@ -71,7 +71,7 @@ def load_pretrained(
     from ._load import load
 
     check_kind("path", path, (str, Path), "a path")
-    return load(local_path("path", path).absolute(), mesh, shardings, dtype, quantise, options)
+    return load(absolute_path("path", path), mesh, shardings, dtype, quantise, options)
 
 
 @hide_frames
@@ -126,4 +126,4 @@ def save_pretrained(
     source = None
     if tokenizer is not None:
         source = Path(tokenizer).expanduser().absolute()
-    save(model, local_path("path", path).absolute(), source, card, max_file_bytes)
+    save(model, absolute_path("path", path), source, card, max_file_bytes)

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, SupportsFloat
 
-from ..core._errors import check_integer, check_number
+from ..core._errors import absolute_path, check_integer, check_number
 from ..core._output import say
 from ..core._read_json import JSONObject
 from ..core._user_functions import takes_keyword
@@ -80,7 +80,7 @@ class RunInfo:
     def __post_init__(self) -> None:
         # Loggers write later, when the user's code may have called `os.chdir`.
         if self.directory is not None:
-            object.__setattr__(self, "directory", self.directory.expanduser().absolute())
+            object.__setattr__(self, "directory", absolute_path("directory", self.directory))
 
 
 @dataclasses.dataclass(frozen=True)

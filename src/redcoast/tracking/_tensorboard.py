@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Protocol, SupportsFloat, runtime_checkable
 
-from ..core._errors import local_path
+from ..core._errors import absolute_path
 from ..core._frames import hide_frames
 from ..core._packages import require_package
 from ._loggers import RunInfo, join_run
@@ -108,4 +108,4 @@ def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
     """
     require_package("tensorboardX", "`tensorboard_logger`", '"redcoast[tensorboard]"')
     writer = importlib.import_module("tensorboardX").SummaryWriter
-    return TensorboardLogger(local_path("path", path).absolute(), writer)
+    return TensorboardLogger(absolute_path("path", path), writer)

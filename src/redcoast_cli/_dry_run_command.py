@@ -58,17 +58,14 @@ def main(c: DryRunCommand) -> None:
             raise SystemExit(not any(run.fits for run in comparison.runs.values()))
         if missing := missing_compiler(chip_of(c)):
             print(*paragraph(missing), sep="\n", file=sys.stderr, flush=True)
+        check_page(c)
         if c.compare:
             raise SystemExit(not any(best.fits for best in compare(c)))
         requested = with_cost(c, answer(c))
     if c.json:
         print(json.dumps(requested.report, indent=1))
     else:
-        print(requested.run)
-        if requested.cost is not None:
-            print(*paragraph(show_cost(requested.cost, requested.settings)), sep="\n")
-        if c.by_line:
-            print(f"\n{requested.run.by_line()}")
+        show_attempt(c, requested)
     if c.html is not None:
         Path(c.html).write_text(requested.run.to_html(), "utf-8")
     raise SystemExit(not requested.fits)
@@ -85,9 +82,25 @@ def check_training_run(c: DryRunCommand) -> None:
     if make_workload(c.model, c.seq).seq is None:
         refuse(f"{c.model} reads images: --tokens needs a model that reads text.")
     prices = prices_of(c)
-    if not c.smallest:  # which tries targets of other sizes
-        for name in (c.targets or c.target).split(","):
-            price_of(prices, parse_target(name))
+    if c.smallest:
+        # Targets of several sizes are tried, so the price must be that of the chip.
+        targets = sizes_of(chip_of(c))[:1]
+    else:
+        targets = [parse_target(name) for name in (c.targets or c.target).split(",")]
+    for target in targets:
+        price_of(prices, target)
+
+
+def check_page(c: DryRunCommand) -> None:
+    """Refuses a page of --html that cannot be written, before anything is compiled."""
+    if c.html is None:
+        return
+    if c.compare:
+        refuse("--html writes a page of one mesh, but --compare compiles several: leave out one.")
+    try:
+        Path(c.html).open("a").close()
+    except OSError as error:
+        refuse(f"--html cannot be written: {error}. Name a file in a folder that exists.")
 
 
 @contextlib.contextmanager
@@ -168,15 +181,26 @@ def compare(c: DryRunCommand) -> list[Attempt]:
             best.setdefault(kind, candidate.mesh)
     runs = {}
     for kind in sorted(best):
-        runs[kind] = attempt(replace(c, mesh=_written(best[kind])), target, c.seq)
+        dry_run = attempt(replace(c, mesh=_written(best[kind])), target, c.seq)
+        runs[kind] = with_cost(c, dry_run)
     if c.json:
         candidates = list(map(asdict, suggestion.candidates))
         print(json.dumps({"meshes": candidates, "runs": [x.report for x in runs.values()]}))
         return [*runs.values()]
     print(suggestion)
     for kind, dry_run in runs.items():
-        print(f"\nThe best mesh {kind} stages:\n\n{dry_run.run}")
+        print(f"\nThe best mesh {kind} stages:\n")
+        show_attempt(c, dry_run)
     return [*runs.values()]
+
+
+def show_attempt(c: DryRunCommand, shown: Attempt) -> None:
+    """Prints a dry run, with what a training run costs and the lines of code if asked for."""
+    print(shown.run)
+    if shown.cost is not None:
+        print(*paragraph(show_cost(shown.cost, shown.settings)), sep="\n")
+    if c.by_line:
+        print(f"\n{shown.run.by_line()}")
 
 
 def with_cost(c: DryRunCommand, requested: Attempt) -> Attempt:
@@ -196,13 +220,15 @@ def prices_of(c: DryRunCommand) -> float | dict[str, float] | None:
     try:
         if "=" not in c.price:
             return float(c.price)
-        prices: dict[str, float] = {}
-        for setting in c.price.split(","):
-            name, _, value = setting.rpartition("=")
-            prices[name.strip().lower()] = float(value)
-        return prices
+        settings = [setting.rpartition("=") for setting in c.price.split(",")]
+        prices = {name.strip().lower(): float(value) for name, _, value in settings}
     except ValueError:
+        prices, settings = {}, []
+    if len(prices) < len(settings):
+        refuse(f"--price must have one price for each name, but is {c.price}.")
+    if not prices or "" in prices:
         refuse(f"--price is {c.price!r}. It must be a number, or numbers such as h100=2.5,v5e=1.2.")
+    return prices
 
 
 def show_cost(cost: TrainingCost, settings: Figures) -> str:
@@ -297,12 +323,10 @@ def _step_options(c: DryRunCommand) -> dict[str, Any]:
 
 def rows_of(c: DryRunCommand, target: TargetDevices) -> int:
     """The global batch size; by default one row for each device and microbatch."""
-    if c.accumulate < 1:
-        refuse(f"--accumulate must be at least 1, but is {c.accumulate}.")
-    if c.batch is None:
-        return target.count * c.accumulate
+    # So many rows for each device of the largest target are still a number of 32 bits.
+    refuse_impossible_size("accumulate", c.accumulate, 2**14)
     refuse_impossible_size("batch", c.batch)
-    return c.batch
+    return c.batch or target.count * c.accumulate
 
 
 def _line(run: rc.DryRun, settings: Figures) -> str:

@@ -20,6 +20,9 @@ def main(c: PlanCommand) -> None:
     count = prod(sizes.values())
     if min(sizes.values()) < 1:
         refuse(f"--mesh needs the number of devices of each axis, from 1 on, but is {c.mesh}.")
+    most = rc.CHIPS["cpu"].per_host
+    if count > most:
+        refuse(f"--mesh has {count:,} devices. Plans are made for at most {most:,}.")
     refuse_impossible_size("batch", c.batch)
     try:
         workload = make_workload(c.model, c.seq)

@@ -72,7 +72,7 @@ def test_names(name, chip, count, hosts, shape):
         ("h100:100000x8", "more than 1024 hosts.*h100:2x8"),
         ("h100:٤", "does not give the number of devices"),
         ("h100:" + 5000 * "9", "does not give the number of devices"),
-        ("cpu:100000", "at most 512"),
+        ("cpu:100000", "at most 8192"),
     ],
 )
 def test_unknown_targets_are_listed_with_valid_ones(name, message):

@@ -48,7 +48,7 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
 
 @pytest.mark.parametrize(
     "command",
-    [["-c", "import redcoast_cli; redcoast_cli.main()"], [str(EXPERIMENTS / "grpo.py")]],
+    [["-m", "redcoast_cli"], [str(EXPERIMENTS / "grpo.py")]],
     ids=["redcoast", "an experiment"],
 )
 def test_help_that_nobody_reads_to_its_end_ends_quietly(command):
@@ -117,6 +117,7 @@ def test_plan_as_json(model, capsys):
         (["--seq", "99999999"], "--seq must be at most 1,048,576"),
         (["gpt2"], "`gpt2` follows no option. Write `redcoast plan --model gpt2`."),
         (["--mesh", "data=2,data=4"], "--mesh must name each axis once"),
+        (["--mesh", "data=128,fsdp=80"], "--mesh has 10,240 devices. Plans are made for at most"),
     ],
 )
 def test_invalid_options_of_plan_exit_with_2(options, words, capsys):

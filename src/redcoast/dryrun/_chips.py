@@ -247,7 +247,7 @@ _CPU = Chip(
     memory_bandwidth=2e10,
     link_bandwidth=1e10,
     host_bandwidth=1e9,
-    per_host=512,
+    per_host=8192,
     source="nominal",
 )
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in (*_TPUS, *_GPUS, _CPU)})

@@ -150,27 +150,28 @@ def compare_targets(
         )
     if steps is not None:
         check_positive("steps", steps)
-    parsed = [parse_target(name) for name in targets]
     # Before anything is compiled, so that a mistake in `price` shows at once.
-    prices = {target.name: price_of(price, target) for target in parsed}
+    prices: dict[str, int | float | None] = {}
+    for target in map(parse_target, targets):
+        prices[target.name] = price_of(price, target)
     runs: dict[str, DryRun] = {}
     errors: dict[str, ValueError] = {}
-    for target in parsed:
+    for name in prices:
         try:
             run = dry_run(
                 init_fn,
                 loss_fn,
                 batch,
                 optimizer,
-                target=target.name,
+                target=name,
                 # Each suggestion would be compiled, for every target.
                 **{"suggest": False, **options},
             )
         # A target that cannot be used does not hide the others.
         except ValueError as error:
-            errors[target.name] = error
+            errors[name] = error
         else:
-            runs[target.name] = run
+            runs[name] = run
     if not runs:
         # Without a run there is nothing to compare, and the first error says why.
         raise next(iter(errors.values()))

@@ -326,6 +326,8 @@ def test_meshes_that_an_override_rules_out_are_not_chosen():
         ({"target": "z80:4"}, ValueError, "z80"),
         ({"compiled": 0}, ValueError, "`compiled`"),
         ({"overrides": [("none", None)]}, ValueError, "cannot be run on any mesh.*none"),
+        # Of the mesh that needs the least.
+        ({"memory": 1000}, ValueError, "On .*'model': 4}: `memory=1,000` is too small"),
     ],
 )
 def test_bad_input(changes, error, message):

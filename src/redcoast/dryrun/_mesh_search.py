@@ -258,9 +258,10 @@ def promising(job: Job, place: Place) -> list[dict[str, int]]:
     If none fits, those of the few meshes that need the least memory by the estimate. It is off by
     more than they differ, so that compiled programs have to decide.
     """
-    ordered = _ordered(job, place)
+    estimated = _estimate_all(job, place)
+    ordered = _ordered(estimated, place)
     if not ordered:
-        raise _impossible(estimate_mesh(job, place, factorisations(len(place.devices))[0]))
+        raise _impossible(estimated)
     count = 1
     if _memory_of(ordered[0]) > _limit(place):
         count = _COMPILED_IF_NONE_FITS
@@ -269,11 +270,11 @@ def promising(job: Job, place: Place) -> list[dict[str, int]]:
 
 def likely(job: Job, place: Place) -> list[dict[str, int]]:
     """The sizes of all possible meshes, the most promising first."""
-    return [candidate.mesh for candidate in _ordered(job, place)]
+    return [candidate.mesh for candidate in _ordered(_estimate_all(job, place), place)]
 
 
-def _ordered(job: Job, place: Place) -> list[Candidate]:
-    """All possible meshes.
+def _ordered(estimated: Sequence[Candidate], place: Place) -> list[Candidate]:
+    """The meshes on which the step can be run.
 
     Those on which the step fits by the planner's estimate come first, by their estimated cost; the
     others follow, by their estimated memory.
@@ -285,7 +286,7 @@ def _ordered(job: Job, place: Place) -> list[Candidate]:
             return 0, *_cost_of(candidate)
         return 1, *_need_of(candidate)
 
-    return sorted(_without_error(_estimate_all(job, place)), key=rank)
+    return sorted(_without_error(estimated), key=rank)
 
 
 def _limit(place: Place) -> int | float:
@@ -324,7 +325,10 @@ def _estimate_all(job: Job, place: Place) -> list[Candidate]:
         for index, candidate in enumerate(candidates):
             is_open = candidate.error is None and PIPE not in candidate.mesh
             if is_open and _memory_of(candidate) > limit and _cost_of(candidate) < fastest:
-                candidates[index] = estimate_mesh(job, place, candidate.mesh)
+                limited = estimate_mesh(job, place, candidate.mesh)
+                if limited.error is not None:
+                    limited = replace(candidate, error=limited.error)
+                candidates[index] = limited
         return candidates
 
 
@@ -336,8 +340,10 @@ def _estimates(job: Job, place: Place, meshes: Sequence[dict[str, int]]) -> list
     return candidates
 
 
-def _impossible(candidate: Candidate) -> ValueError:
-    return ValueError(f"The step cannot be run on any mesh. On {candidate.mesh}: {candidate.error}")
+def _impossible(failed: Sequence[Candidate]) -> ValueError:
+    # The mesh that needs the least, if the reason is the memory.
+    closest = min(failed, key=lambda candidate: candidate.estimated_memory or inf)
+    return ValueError(f"The step cannot be run on any mesh. On {closest.mesh}: {closest.error}")
 
 
 def choose_mesh(
@@ -362,7 +368,7 @@ def choose_mesh(
         if candidate.fits:
             most = compiled
     if not tried:
-        raise _impossible(failed[0])
+        raise _impossible(failed)
 
     def rank(candidate: Candidate) -> tuple[int, int | float]:
         if candidate.fits:

@@ -24,11 +24,13 @@ from ..core._trainable import partition_trainable, refuse_filter_of_numpy
 from ..core._user_functions import calling
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import allowed_transfers, copy_tree, place_tree, put
+from ._debug_settings import call_debugged, is_debugged
 from ._labels import accept_module_labels
 from ._loss_scale import LossScale
 from ._model import refuse_untrainable
 from ._optimizer import call_init, refuse_optimizer_states, refuse_per_example
 from ._precision import ComputeDtype, as_compute_dtype
+from ._programs import compiled_once
 from ._shared_arrays import warn_of_shared
 from ._show_state import show_state
 from ._step_messages import match_shardings
@@ -254,13 +256,21 @@ def create_split(
         statics.append(static)
         return created
 
-    flat_create = jax.jit(flat, out_shardings=jax.tree.leaves(shardings))
+    places = jax.tree.leaves(shardings)
+    flat_create = jax.jit(flat, out_shardings=places)
     with auto_ambient_mesh():
+        traced = flat_create.trace(arrays)
+        mesh = places[0].mesh
         if jax.process_count() > 1:
-            mesh = jax.tree.leaves(shardings)[0].mesh
-            traced = flat_create.trace(arrays)
             agree_on_program("the program that initialises the state", traced.jaxpr, mesh)
-        created = flat_create(arrays)
+        inputs = jax.tree.leaves(arrays)
+        # It may be debugged, or use a value of another trace.
+        if is_debugged() or len(traced.jaxpr.in_avals) != len(inputs):
+            created = call_debugged(flat_create, arrays)
+        else:
+            # A later run of the same model compiles nothing.
+            run, _ = compiled_once(traced.jaxpr, create, mesh, out_shardings=places)
+            created, _ = run([], inputs)
         return join(created, statics[-1])
 
 

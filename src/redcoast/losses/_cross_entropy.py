@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer, PyTree
 
 from ..core._control_flow import close_jaxpr, consts_of, open_jaxpr
+from ..core._errors import check_functions, check_integer
 from ..core._target import sequence_parts
 from ..core._token_losses import token_losses
 from ..core._tracing import size_of_axis
+from ._check_values import at_least_float32, check_arrays
 
 # Up to this many bytes of logits in float32, a device computes them whole.
 MOST_WHOLE = 2**31
@@ -45,7 +46,8 @@ def cross_entropy(
 
     **Raises:**
 
-    `ValueError` if the shapes do not match, or if `targets` are not integers.
+    `ValueError` if the shapes do not match, if there are no tokens and no `mask`, or if `targets`
+    are not integers; `TypeError` if an argument is no array.
 
     !!! Example
 
@@ -174,26 +176,37 @@ def _chunked_losses(
     chunk: int | None,
 ) -> Float[Array, "batch seq"]:
     """The losses of all tokens, in chunks."""
+    check_functions(unembed=unembed)
     if chunk is None:
         chunk = _chunk_by_size(hidden, unembed)
         if chunk is None:
-            return token_losses(unembed(hidden), targets)
-    if chunk < 1:
-        raise ValueError(f"`chunk` is {chunk}, but must be at least 1.")
-    if hidden.shape[1] == 0:
-        return token_losses(unembed(hidden), targets)  # an empty sequence has no chunk
+            return _losses_of(unembed(hidden), targets)
+    check_integer("chunk", chunk)
+    if targets.size == 0:
+        return _losses_of(unembed(hidden), targets)  # there is no chunk
     if sequence_parts() > 1:
         return _losses_in_parts(hidden, unembed, targets, chunk)
 
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
         hidden, targets = inputs
-        return None, token_losses(unembed(hidden), targets)
+        return None, _losses_of(unembed(hidden), targets)
 
     # Inside a scan the compiler cannot undo rematerialisation by CSE.
     body = jax.checkpoint(body, prevent_cse=False)
     # (chunks, batch, chunk): a scan stacks what its steps return.
     _, losses = jax.lax.scan(body, None, (in_chunks(hidden, chunk), in_chunks(targets, chunk)))
     return join_chunks(losses, hidden.shape[1])
+
+
+def _losses_of(logits: PyTree, targets: Integer[Array, "..."]) -> Float[Array, "..."]:
+    """The losses of a chunk. Raises `ValueError` if a user's `unembed` returned no logits of it."""
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"`unembed` returned an array of shape {logits.shape} for hidden states of shape "
+            f"{(*targets.shape, 'width')}. It must return logits of shape "
+            f"{(*targets.shape, 'vocab')}."
+        )
+    return token_losses(logits, targets)
 
 
 def _chunk_by_size(
@@ -257,7 +270,7 @@ def _losses_in_parts(
 
     def of_part(arrays: list[Array], hidden: Array, targets: Array) -> Array:
         (logits,) = jaxpr_as_fun(close_jaxpr(open_jaxpr(traced), arrays))(hidden)
-        return token_losses(logits, targets)
+        return _losses_of(logits, targets)
 
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
         return None, jax.vmap(of_part, (in_axes, 1, 1), 1)(arrays, *inputs)  # (batch, parts, size)
@@ -295,9 +308,10 @@ def pairwise_sigmoid(logits: Float[Array, "images texts"]) -> Float[Array, ""]:
             return pairwise_sigmoid(model(batch["pixels"], batch["tokens"], key=key))
         ```
     """
-    if logits.ndim != 2 or logits.shape[0] != logits.shape[1]:
+    check_arrays(logits=logits)
+    if logits.ndim != 2 or logits.shape[0] != logits.shape[1] or not logits.size:
         raise ValueError(
-            f"`logits` must have one row and one column for each pair of an image and a text, but "
+            "`logits` must have one row and one column for each pair of an image and a text, but "
             f"has shape {logits.shape}."
         )
     wide = at_least_float32(logits)
@@ -307,10 +321,17 @@ def pairwise_sigmoid(logits: Float[Array, "images texts"]) -> Float[Array, ""]:
 
 
 def _check_targets(
-    of: str, x: Array, targets: Array, mask: Array | None, *, name: str = "targets"
+    of: str, x: PyTree, targets: PyTree, mask: PyTree, *, name: str = "targets"
 ) -> None:
+    check_arrays(**{of: x, name: targets})
+    if mask is not None:
+        check_arrays(mask=mask)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"`{of}` must be floating-point numbers, but has dtype {x.dtype}.")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"`{name}` must be integers (token ids), but have dtype {targets.dtype}.")
+    if of == "hidden" and x.ndim != 3:
+        raise ValueError(f"`hidden` has shape {x.shape}, but must be (batch, seq, width).")
     if targets.shape != x.shape[:-1] or (mask is not None and mask.shape != targets.shape):
         of_mask = ""
         if mask is not None:
@@ -338,12 +359,18 @@ def in_chunks(x: Array, chunk: int) -> Array:
 def join_chunks(chunks: Array, seq: int) -> Array:
     """The inverse of `in_chunks`, for a sequence of `seq` positions."""
     rows = jnp.moveaxis(chunks, 0, 1)  # (batch, chunks, chunk, ...)
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :seq]
+    batch, count, size, *rest = rows.shape
+    return rows.reshape(batch, count * size, *rest)[:, :seq]
 
 
 def mean_of_tokens(losses: Float[Array, "*batch"], mask: Weights | None) -> Float[Array, ""]:
     """Returns the mean of losses, weighted by a mask if there is one."""
     if mask is None:
+        if losses.size == 0:
+            raise ValueError(
+                f"There are no tokens to average: the targets have shape {losses.shape}. Pass a "
+                "`mask` of this shape, with which the loss of no tokens is 0."
+            )
         return jnp.mean(losses)
     weights = mask.astype(losses.dtype)
     total = jnp.sum(weights)
@@ -351,9 +378,3 @@ def mean_of_tokens(losses: Float[Array, "*batch"], mask: Weights | None) -> Floa
     summed = jnp.sum(jnp.where(weights == 0, 0, losses) * weights)
     # If nothing counts, the loss is 0 and has gradients of 0.
     return summed / jnp.where(total == 0, 1, total)
-
-
-def at_least_float32(x: Array) -> Array:
-    """Converts to float32, unless the dtype is that or wider."""
-    # float64 stays, for users who enable it.
-    return x.astype(np.promote_types(x.dtype, np.float32))

@@ -4,20 +4,23 @@ tokens, and advantages of groups of answers.
 All logarithms are natural, and all sums are computed in float32 or wider.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer, PyTree, Real, Shaped
 
-from ._cross_entropy import at_least_float32, mean_of_tokens
+from ..core._errors import check_integer, check_number
+from ._check_values import at_least_float32, check_arrays, check_not_negative
+from ._cross_entropy import mean_of_tokens
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
-Advantages = Float[Array, " batch"] | Float[Array, "batch seq"]
-Rewards = Float[Array, "groups samples"] | Float[np.ndarray, "groups samples"]
+Advantages = Real[Array, " batch"] | Real[Array, "batch seq"]
+Rewards = Shaped[Array | np.ndarray, "groups samples"]
 LARGEST_LOG_RATIO = 30.0  # 1e13
-Clip = int | float | tuple[int | float, int | float]
+Clip = int | float | Sequence[int | float]
 
 
 def grpo(
@@ -123,8 +126,7 @@ def dr_grpo(
         loss = dr_grpo(log_probs, log_probs, advantages, mask=jnp.ones((4, 6)), max_tokens=6)
         ```
     """
-    if max_tokens < 1:
-        raise ValueError(f"`max_tokens` is {max_tokens}, but must be at least 1.")
+    check_integer("max_tokens", max_tokens)
     probs = log_probs, old_log_probs, reference_log_probs
     losses = _token_losses(*probs, advantages, mask, clip, kl_weight, unbiased_kl=unbiased_kl)
     # Divided by a constant: the mean of an answer would make long wrong answers cheap.
@@ -280,6 +282,7 @@ def kl_estimate(
         estimates = kl_estimate(jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.4, 0.3])))
         ```
     """
+    check_arrays(log_probs=log_probs, reference_log_probs=reference_log_probs)
     if log_probs.shape != reference_log_probs.shape:
         raise ValueError(
             f"`log_probs` has shape {log_probs.shape}, but `reference_log_probs` has shape "
@@ -342,6 +345,9 @@ def reverse_kl(
         loss = reverse_kl(student, teacher, mask=jnp.ones((4, 6)))
         ```
     """
+    check_arrays(logits=logits, teacher_logits=teacher_logits)
+    if mask is not None:
+        check_arrays(mask=mask)
     if logits.shape != teacher_logits.shape or (
         mask is not None and mask.shape != logits.shape[:-1]
     ):
@@ -367,19 +373,22 @@ def _token_losses(
     old_log_probs: Array,
     reference_log_probs: Array | None,
     advantages: Array,
-    mask: Array,
+    mask: PyTree,
     clip: Clip,
     kl_weight: int | float,
     *,
     unbiased_kl: bool,
 ) -> Float[Array, "batch seq"]:
     """The clipped objective of each token, with the estimate of its divergence; 0 where masked."""
-    shape = log_probs.shape
-    if len(shape) != 2:
-        raise ValueError(f"`log_probs` must have the shape (batch, seq), but has {shape}.")
     others = {"old_log_probs": old_log_probs, "mask": mask}
     if reference_log_probs is not None:
         others["reference_log_probs"] = reference_log_probs
+    check_arrays(log_probs=log_probs, advantages=advantages, **others)
+    shape = log_probs.shape
+    if len(shape) != 2 or shape[0] == 0:
+        raise ValueError(
+            f"`log_probs` must have the shape (batch, seq), with at least one row, but has {shape}."
+        )
     for name, x in others.items():
         if x.shape != shape:
             raise ValueError(f"`{name}` has shape {x.shape}, but `log_probs` has shape {shape}.")
@@ -388,18 +397,8 @@ def _token_losses(
             f"`advantages` has shape {advantages.shape}, but must have one number for each answer, "
             f"{shape[:1]}, or for each token, {shape}."
         )
-    # DAPO clips less above, so that unlikely tokens can become likely.
-    if isinstance(clip, tuple):
-        below, above = clip
-    else:
-        below, above = clip, clip
-    if not (0 < below <= 1 and above > 0):
-        raise ValueError(
-            f"`clip` is {clip}, but must be positive, and at most 1 below: the ratio of two "
-            "probabilities is never negative."
-        )
-    if not kl_weight >= 0:
-        raise ValueError(f"`kl_weight` is {kl_weight}, but must be at least 0.")
+    below, above = _clip_bounds(clip)
+    check_not_negative(kl_weight=kl_weight)
     counts = mask.astype(bool)  # (batch, seq)
     # Masked before the exponential: what is masked may be infinite or NaN.
     new = jnp.where(counts, at_least_float32(log_probs), 0)
@@ -432,7 +431,27 @@ def _token_losses(
     return jnp.where(counts, losses, 0)
 
 
-def _check_rewards(rewards: Rewards) -> Float[Array, "groups samples"]:
+def _clip_bounds(clip: Clip) -> tuple[int | float, int | float]:
+    """By how much a ratio may be below and above 1."""
+    # DAPO clips less above, so that unlikely tokens can become likely.
+    bounds = (clip, clip)
+    if isinstance(clip, tuple | list):
+        bounds = tuple(clip)
+    if len(bounds) != 2:
+        raise ValueError(f"`clip` has {len(bounds)} numbers, but must be one number or a pair.")
+    for bound in bounds:
+        check_number("clip", bound)
+    below, above = bounds
+    if not (0 < below <= 1 and above > 0):
+        raise ValueError(
+            f"`clip` is {clip}, but must be positive, and at most 1 below: the ratio of two "
+            "probabilities is never negative."
+        )
+    return below, above
+
+
+def _check_rewards(rewards: PyTree) -> Float[Array, "groups samples"]:
+    check_arrays(rewards=rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
             "`rewards` must have the shape (groups, samples) with at least two samples, so that "

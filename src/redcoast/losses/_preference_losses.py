@@ -6,9 +6,14 @@ All logarithms are natural, and all results are means in float32 or wider.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Integer, PyTree
 
-from ._cross_entropy import at_least_float32
+from ._check_values import (
+    at_least_float32,
+    check_arrays,
+    check_not_negative,
+    check_positive,
+)
 
 
 def dpo(
@@ -57,8 +62,9 @@ def dpo(
         )
         ```
     """
-    _check_positive(beta=beta)
-    if not 0 <= label_smoothing < 0.5:
+    check_positive(beta=beta)
+    check_not_negative(label_smoothing=label_smoothing)
+    if label_smoothing >= 0.5:
         raise ValueError(
             f"`label_smoothing` is {label_smoothing}, but must be at least 0 and less than 0.5."
         )
@@ -111,7 +117,7 @@ def ipo(
         )
         ```
     """
-    _check_positive(beta=beta)
+    check_positive(beta=beta)
     margins = _margins(chosen, rejected, reference_chosen, reference_rejected)
     # A square has its minimum at a finite margin, while the loss of DPO falls with any larger one.
     return jnp.mean((margins - 1 / (2 * beta)) ** 2)
@@ -120,7 +126,7 @@ def ipo(
 def kto(
     answers: Float[Array, " answers"],
     reference_answers: Float[Array, " answers"],
-    desirable: Bool[Array, " answers"],
+    desirable: Bool[Array, " answers"] | Integer[Array, " answers"] | Float[Array, " answers"],
     *,
     unrelated: Float[Array, " others"],
     reference_unrelated: Float[Array, " others"],
@@ -138,7 +144,7 @@ def kto(
 
     - `answers`, `reference_answers`: the log-probability of each answer under the model and the
         reference: the sum over its tokens, in nats.
-    - `desirable`: whether each answer is a good one.
+    - `desirable`: whether each answer is a good one: booleans, or numbers above 0 for good answers.
     - `unrelated`, `reference_unrelated`: the log-probabilities of answers to other prompts, usually
         the answers of the batch, shifted by one row. From them, the divergence from the reference
         (z0) is estimated, which is a constant in the loss, and at least 0.
@@ -168,18 +174,20 @@ def kto(
         )
         ```
     """
-    _check_positive(beta=beta)
-    _check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_positive(beta=beta)
+    check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     _check_shapes(answers=answers, reference_answers=reference_answers, desirable=desirable)
     _check_shapes(unrelated=unrelated, reference_unrelated=reference_unrelated)
+    # Labels of bad answers may be -1, which would be true.
+    is_good = at_least_float32(desirable) > 0
     ratios = at_least_float32(answers) - jax.lax.stop_gradient(at_least_float32(reference_answers))
     divergence = jnp.mean(at_least_float32(unrelated) - at_least_float32(reference_unrelated))
     # A divergence is not negative, and an estimate of it may be. The paper does not differentiate
     # it.
     divergence = jax.lax.stop_gradient(jnp.maximum(divergence, 0))
     gains = beta * (ratios - divergence)
-    values = jax.nn.sigmoid(jnp.where(desirable, gains, -gains))  # (answers,), from 0 to 1
-    weights = jnp.where(desirable, desirable_weight, undesirable_weight).astype(values.dtype)
+    values = jax.nn.sigmoid(jnp.where(is_good, gains, -gains))  # (answers,), from 0 to 1
+    weights = jnp.where(is_good, desirable_weight, undesirable_weight).astype(values.dtype)
     return jnp.mean(weights * (1 - values))
 
 
@@ -195,7 +203,8 @@ def orpo(
     **Arguments:**
 
     - `chosen`, `rejected`: the log-probability of the better and of the worse answer of each pair
-        under the model: the mean over the tokens of the answer, in nats, and less than 0.
+        under the model: the mean over the tokens of the answer, in nats. A probability of 1 or
+        more, as by rounding, counts as the largest one below 1.
     - `weight`: the weight of the odds ratio, lambda in the paper (`beta` in TRL). The loss of
         fine-tuning on the better answers has weight 1.
 
@@ -215,7 +224,7 @@ def orpo(
         loss = orpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
         ```
     """
-    _check_not_negative(weight=weight)
+    check_not_negative(weight=weight)
     _check_shapes(chosen=chosen, rejected=rejected)
     chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
     log_odds = (chosen - _log_complement(chosen)) - (rejected - _log_complement(rejected))
@@ -257,8 +266,8 @@ def simpo(
         loss = simpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
         ```
     """
-    _check_positive(beta=beta)
-    _check_not_negative(gamma=gamma)
+    check_positive(beta=beta)
+    check_not_negative(gamma=gamma)
     _check_shapes(chosen=chosen, rejected=rejected)
     return -jnp.mean(
         jax.nn.log_sigmoid(beta * (at_least_float32(chosen) - at_least_float32(rejected)) - gamma)
@@ -297,7 +306,7 @@ def bradley_terry(
 
 
 def _margins(
-    chosen: Array, rejected: Array, reference_chosen: Array, reference_rejected: Array
+    chosen: PyTree, rejected: PyTree, reference_chosen: PyTree, reference_rejected: PyTree
 ) -> Float[Array, " pairs"]:
     """By how much the model prefers the better answer more than the reference does."""
     _check_shapes(
@@ -316,6 +325,10 @@ def _margins(
 def _log_complement(log_probs: Float[Array, " pairs"]) -> Float[Array, " pairs"]:
     """Returns log(1 - exp(x)) for negative x, without cancellation at either end (Mächler, 2012,
     <https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf>)."""
+    # A probability that is rounded to 1 is taken as one below it, and has the gradient there, since
+    # the logarithm of 0 has none.
+    largest = -jnp.finfo(log_probs.dtype).eps
+    log_probs += jax.lax.stop_gradient(jnp.minimum(log_probs, largest) - log_probs)
     near = log_probs > -np.log(2)  # probabilities above one half
     # Each branch gets an argument that it is finite for, so that gradients are finite too.
     small = jnp.log(-jnp.expm1(jnp.where(near, log_probs, -1)))
@@ -323,7 +336,8 @@ def _log_complement(log_probs: Float[Array, " pairs"]) -> Float[Array, " pairs"]
     return jnp.where(near, small, large)
 
 
-def _check_shapes(**arrays: Array) -> None:
+def _check_shapes(**arrays: PyTree) -> None:
+    check_arrays(**arrays)
     shapes = {name: x.shape for name, x in arrays.items()}
     first = next(iter(shapes.values()))
     differ = any(shape != first for shape in shapes.values())
@@ -333,15 +347,3 @@ def _check_shapes(**arrays: Array) -> None:
             "There must be one number for each answer, in arrays of one dimension and of the same "
             f"size; but the shapes are: {listed}."
         )
-
-
-def _check_positive(**options: int | float) -> None:
-    for name, value in options.items():
-        if not value > 0:  # also for NaN
-            raise ValueError(f"`{name}` is {value}, but must be positive.")
-
-
-def _check_not_negative(**options: int | float) -> None:
-    for name, value in options.items():
-        if not value >= 0:  # also for NaN
-            raise ValueError(f"`{name}` is {value}, but must be at least 0.")

@@ -533,6 +533,21 @@ def test_bad_ranks_and_second_adapters_are_refused():
         lora.add_adapters(adapted_everywhere(), 2, targets="wq", key=KEY)
 
 
+def test_options_that_would_add_nothing_or_nan_are_refused():
+    for alpha, says in (
+        (0, "`alpha` is 0. It must be more than 0"),
+        (float("nan"), "`alpha` is nan"),
+        (float("inf"), "`alpha` is inf. It must be a finite number"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            lora.add_adapters(MODEL, 2, targets="wq", alpha=alpha, key=KEY)
+    with pytest.raises(ValueError, match="`targets` is empty"):
+        lora.add_adapters(MODEL, 2, targets=[], key=KEY)
+    integers = eqx.tree_at(lambda x: x.weight, eqx.nn.Linear(2, 3, key=KEY), jnp.ones((3, 2), int))
+    with pytest.raises(ValueError, match="weight has dtype int32, to which an adapter cannot"):
+        lora.add_adapters(integers, 2, targets=".", key=KEY)
+
+
 @pytest.mark.parametrize("fn", [lora.trainable, lora.adapters])
 def test_models_without_adapters_are_refused(fn, tmp_path):
     with pytest.raises(ValueError, match=r"has no adapters. Add them first"):

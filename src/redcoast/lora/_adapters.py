@@ -1,8 +1,8 @@
 """Functions that add, extract, replace and merge the adapters of a model."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from math import prod
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._errors import check_integer
+from ..core._errors import check_integer, check_key, check_number
 from ..core._frames import hide_frames
 from ..core._pytree import leaf_paths, map_where, show_path
 from ..models._basic import normal, wide
@@ -50,8 +50,9 @@ def add_adapters(
 
     **Raises:**
 
-    `ValueError` if a pattern matches no matrix, if a matched matrix already has an adapter, or if
-    the rank is less than 1.
+    `ValueError` if a pattern matches no matrix, if a matched matrix already has an adapter or is of
+    integers, if the rank is less than 1, or if `alpha` is not positive and finite; `TypeError` if
+    an argument has another type.
 
     !!! Example
 
@@ -62,6 +63,11 @@ def add_adapters(
         ```
     """
     check_integer("rank", rank)
+    check_key(key)
+    if alpha is not None:
+        check_number("alpha", alpha, above=0)
+        if not math.isfinite(alpha):
+            raise ValueError(f"`alpha` is {alpha}. It must be a finite number, such as the rank.")
     matrices = find_matrices(model)
     chosen = sorted(match_targets(targets, matrices))
     if adapted := sorted(leaf_paths(model, LowRank).keys() & chosen):
@@ -79,11 +85,16 @@ def add_adapters(
         name = show_path(path)
         if name not in keys:
             return leaf
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"{name} has dtype {leaf.dtype}, to which an adapter cannot be added. Quantise "
+                "matrices with `lora.quantise`, or match other weights."
+            )
         matrix, dtype = matrices[name], wide(leaf.dtype)
         stack, inputs, outputs = matrix.sides(leaf.shape)
         # The product of both factors is zero, so that training begins with the model itself.
         shape = (*stack, *inputs, rank)
-        a = normal(keys[name], shape, fan_in=prod(inputs)).astype(dtype)
+        a = normal(keys[name], shape, fan_in=math.prod(inputs)).astype(dtype)
         b = jnp.zeros((*stack, rank, *outputs), dtype)
         return LowRank(leaf, a, b, scale, matrix.outputs_first)
 

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from ..core._errors import check_kind
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..models._quantised_weight import is_quantised
@@ -56,8 +57,12 @@ def match_targets(targets: str | Sequence[str], matrices: Iterable[str]) -> set[
         )
     if isinstance(targets, str):
         targets = [targets]
+    check_kind("targets", targets, Iterable, "a regular expression, or several in a list")
+    if not targets:
+        raise ValueError('`targets` is empty. Pass a regular expression; "." matches all matrices.')
     chosen = set()
     for pattern in targets:
+        check_kind("targets", pattern, str, "a regular expression, or several in a list")
         try:
             matched = {path for path in matrices if re.search(pattern, path)}
         except re.error as error:

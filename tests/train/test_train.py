@@ -500,6 +500,39 @@ def test_a_chain_of_which_one_part_rejects_extra_arguments():
     assert set(after[1]) == {"loss", "grad_norm", "skipped", "accuracy"}
 
 
+def of_least_loss():
+    """A plain transformation with a number in its state, and an argument that optax has not."""
+
+    def update(grads, state, params=None, *, value):
+        least = jnp.minimum(state["least"], value)
+        return jax.tree.map(lambda g: -least * g, grads), {"least": least}
+
+    return optax.GradientTransformation(lambda params: {"least": jnp.inf}, update)
+
+
+@pytest.mark.parametrize("from_state", [False, True])
+def test_an_own_optimizer_is_called_as_a_loop_by_hand_would(from_state):
+    """Only here: numbers of Python in a state, and extra arguments of a plain transformation."""
+    optimizer, model = of_least_loss(), make_model()
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    init = model
+    if from_state:
+        init = rc.TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), KEY)
+    state, step, _ = rc.prepare(
+        init, optimizer, loss_fn, BATCH, mesh=rc.make_mesh(data=2, fsdp=2, model=2)
+    )
+    value = lambda p: loss_fn(eqx.combine(p, static), BATCH, None)[0]
+    opt_state = optimizer.init(params)
+    for _ in range(2):
+        loss, grads = jax.value_and_grad(value)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        state, _ = step(state, BATCH)
+    np.testing.assert_allclose(state.opt_state["least"], opt_state["least"], rtol=1e-6)
+    for ours, theirs in zip(arrays(state.model), arrays(params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_a_type_error_in_the_loss_is_not_attributed_to_the_optimizer():
     """A similar error in the user's code is not changed."""
 
@@ -656,6 +689,7 @@ def test_an_optimizer_state_of_other_leaves_raises():
         (lambda l: (l, {"loss": l}), ValueError, "Use another name"),
         (lambda l: (l, {"time": l}), ValueError, "in each line of a log"),
         (lambda l: (l, l), TypeError, "dict of scalar"),
+        (lambda l: (l, {"parts": {"a": l}}), TypeError, "each number in it a name.*parts/first"),
         (lambda l: (l, {}, 1, 2), ValueError, "tuple of length 4"),
         (lambda l: (l, {}, "model"), ValueError, "different structure"),
     ],

@@ -1,15 +1,17 @@
 """Calls an optax optimizer, and checks its state and its updates."""
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
 from ..core._errors import noting, several
-from ..core._pytree import show_path
+from ..core._pytree import map_where, show_path
 
 
 def refuse_per_example(opt_state: PyTree) -> None:
@@ -66,7 +68,20 @@ def call_init(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree
         "`lambda params: jax.tree.map(lambda x: x.ndim > 1, params)`."
     )
     with noting(note):
-        return optimizer.init(params)
+        return numbers_to_arrays(optimizer.init(params))
+
+
+def numbers_to_arrays(opt_state: PyTree) -> PyTree:
+    """Converts the Python numbers of an optimizer state to arrays, as `jax.jit` does.
+
+    An update returns arrays in their place, such as for a lowest loss that begins at `jnp.inf`.
+    """
+
+    def is_number(x: object) -> bool:
+        return isinstance(x, int | float | complex) and not isinstance(x, np.generic)
+
+    # With a dtype, since an array without one would be weakly typed.
+    return map_where(is_number, lambda x: jnp.asarray(x, jnp.result_type(x)), opt_state)
 
 
 def call_update(
@@ -80,7 +95,9 @@ def call_update(
 ) -> tuple[PyTree, PyTree]:
     """Calls `optimizer.update` with the extra arguments that it accepts, and with those of
     `on_demand` that it cannot do without."""
-    update = optax.with_extra_args_support(optimizer).update
+    update = optimizer.update
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        extras = _named_by(update, extras)
     refused: list[str] = []
     while True:
         try:
@@ -112,6 +129,15 @@ def call_update(
         if any(id(x) in before for x in jax.tree.leaves(new_state)):
             _check_opt_state(optimizer, opt_state, params, None)
         return updates, new_state
+
+
+def _named_by(update: Callable[..., PyTree], extras: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Those of the extra arguments that a function has as parameters.
+
+    Optax would call it without any, and a user's function that a loop calls by hand may have some.
+    """
+    parameters = inspect.signature(update).parameters
+    return {name: value for name, value in extras.items() if name in parameters}
 
 
 def constant_hyperparameters(opt_state: PyTree) -> dict[str, float]:

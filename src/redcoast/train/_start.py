@@ -21,7 +21,7 @@ from ..core._pytree import show_path
 from ..core._trainable import abstract_trainable, partition_trainable
 from ..distributed._arrays import place_tree
 from ._labels import accept_module_labels
-from ._optimizer import refuse_optimizer_states, refuse_per_example
+from ._optimizer import numbers_to_arrays, refuse_optimizer_states, refuse_per_example
 from ._shared_arrays import warn_of_shared
 from ._state import TrainState, init_state, state_of, state_of_model, with_loss_scale
 from ._training import Training
@@ -65,6 +65,7 @@ def starting_state(
         _warn_of_parameters(model_or_state.model, trainable)
         # A state that was trained in another precision gets what this one needs.
         state = with_loss_scale(model_or_state, training.compute_dtype)
+        state = dataclasses.replace(state, opt_state=numbers_to_arrays(state.opt_state))
         state = with_average(state, average, trainable)
         return state, state.key, lambda shardings: place_tree(state, shardings)
     options: Any = {

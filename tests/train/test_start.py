@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 
 import redcoast as rc
 
@@ -121,6 +122,36 @@ def test_a_batch_on_other_devices_is_named():
     with pytest.raises(ValueError, match=r"Argument 1 .*on the devices \[7\].*for \[0, 1\]"):
         step(state, jax.device_put(BATCH, jax.devices()[7]))
     step(state, BATCH)  # the state has not been donated
+
+
+def test_a_key_without_a_type_may_be_of_the_implementation_that_is_set():
+    """JAX keeps the shape of a key that it has traced, also when the setting changes."""
+    rc.init_state(model(), OPTIMIZER, key=jax.random.PRNGKey(0))
+    with jax.default_prng_impl("rbg"):
+        state = rc.init_state(model(), OPTIMIZER, key=jax.random.PRNGKey(0))
+    assert state.key.shape == (4,)
+
+
+def print_in_order(model, batch, key):
+    jax.debug.print("{x}", x=batch[0, 0], ordered=True)
+    return loss_fn(model, batch, key)
+
+
+def check_values(model, batch, key):
+    checkify.check(jnp.all(batch < 9), "too large")
+    return loss_fn(model, batch, key)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(print_in_order, "Leave out `ordered=True`"), (check_values, "use `x = equinox.error_if")],
+)
+def test_effects_that_a_step_cannot_have_are_explained(loss, words):
+    """Only here: JAX says what is impossible, and not what would work."""
+    with pytest.raises(ValueError, match="not") as error:
+        state, step, _ = rc.prepare(model(), OPTIMIZER, loss, BATCH)
+        step(state, BATCH)
+    assert any(words in note for note in error.value.__notes__)
 
 
 def test_errors_inside_of_an_optimizer_and_a_scan_are_explained():

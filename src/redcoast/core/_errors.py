@@ -83,7 +83,8 @@ def check_key(key: Any) -> None:
             f"`key` is an array of keys, of shape {jnp.shape(key)}, such as `jax.random.split` "
             "returns. Pass one of them."
         )
-    expected = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    # A new function, since JAX keeps traces, and the user may have set another implementation.
+    expected = jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
     if not typed and jnp.shape(key) != expected:
         raise ValueError(
             f"`key` has {jnp.size(key)} numbers and no type, and keys without a type have "

@@ -56,9 +56,23 @@ _LEAKED = (
     "later call reads it. Return it: `loss_fn` may return numbers to log, "
     '`(loss, {"name": value})`, and the model with changed state, `(loss, aux, model)`.'
 )
-_UNSORTED = (
-    "JAX sorts the entries of a dict, so the keys of each dict must be of one type, such as `str`."
-)
+# What JAX's messages with these words leave out.
+_NOTES = {
+    "pytree dictionary keys": (
+        "JAX sorts the entries of a dict, so the keys of each dict must be of one type, such as "
+        "`str`."
+    ),
+    "ordered effects are not supported": (
+        "JAX orders the calls of `jax.debug.print` and `jax.debug.callback` on one device only. "
+        "Leave out `ordered=True`, or pass a mesh of one device, "
+        "`redcoast.make_mesh(devices=jax.devices()[:1])`."
+    ),
+    "check which was not functionalized": (
+        "A step is compiled without `checkify.checkify`. Instead of `checkify.check`, use "
+        '`x = equinox.error_if(x, jnp.any(x > limit), "too large")`, which raises; or call '
+        "`checkify.checkify(fn)` inside of `loss_fn`."
+    ),
+}
 _EXITED = (
     "`sys.exit` was called inside `{}` with the status 0, as if the program were finished. Raise "
     "an error, or pass `sys.exit` another status."
@@ -114,9 +128,10 @@ def hide_frames(fn: Fn) -> Fn:
             notes = getattr(error, "__notes__", [])
             if leaked and _LEAKED not in notes:
                 error.add_note(LastNote(_LEAKED))
-            unsorted = isinstance(error, ValueError) and "pytree dictionary keys" in str(error)
-            if unsorted and _UNSORTED not in notes:
-                error.add_note(LastNote(_UNSORTED))
+            if isinstance(error, ValueError):
+                for words, note in _NOTES.items():
+                    if words in str(error) and note not in notes:
+                        error.add_note(LastNote(note))
             explained = None
             if isinstance(error, TypeError | ValueError):
                 explained = explain_static_arrays(fn, error, args, kwargs)

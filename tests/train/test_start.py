@@ -148,8 +148,8 @@ def check_values(model, batch, key):
 )
 def test_effects_that_a_step_cannot_have_are_explained(loss, words):
     """Only here: JAX says what is impossible, and not what would work."""
+    state, step, _ = rc.prepare(model(), OPTIMIZER, loss, BATCH)
     with pytest.raises(ValueError, match="not") as error:
-        state, step, _ = rc.prepare(model(), OPTIMIZER, loss, BATCH)
         step(state, BATCH)
     assert any(words in note for note in error.value.__notes__)
 

@@ -57,6 +57,7 @@ BY_NAME = {
     "program/_local_scans.py": "random bits of one key",
     "program/_local_states.py": "what a sum of parts can go through",
     "program/_loop_weights.py": "what a gradient of a weight is summed after",
+    "program/_own_rows.py": "lookups, whose parameters are written again",
     "program/_remat.py": "names that policies of `jax.checkpoint` read",
     "program/_shared_programs.py": "primitives with a mesh",
     "program/_walk.py": "constraints, whose parameters are read, and names, in a report",

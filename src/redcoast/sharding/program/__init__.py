@@ -15,13 +15,14 @@ result has the operand's node.
   image.
 
 `_trace.py` traces a function, and `_shared_programs.py` keeps traces for all the meshes that one
-function is planned on. `_walk.py` goes through the jaxpr, into loops, branches and calls, with a
-`Scope` for the values of each. For each operation, `_follow_rule.py` reads the rule of its
-primitive from the table of `operations`, and records in the `Graph` of `_graph.py` what links
-nodes, what has to be summed or gathered, and how much is computed and kept. The `Cursor` of the
-graph says where the walk is, and how often that runs. For this, `_remat.py` finds what the results
-need, and what rematerialised regions run again. `_classes.py` joins nodes. `_program.py` puts all
-of this together in a `Program`.
+function is planned on. `_own_rows.py` writes indexing of rows by `jnp.arange` as a batch of
+lookups. `_walk.py` goes through the jaxpr, into loops, branches and calls, with a `Scope` for the
+values of each. For each operation, `_follow_rule.py` reads the rule of its primitive from the table
+of `operations`, and records in the `Graph` of `_graph.py` what links nodes, what has to be summed
+or gathered, and how much is computed and kept. The `Cursor` of the graph says where the walk is,
+and how often that runs. For this, `_remat.py` finds what the results need, and what rematerialised
+regions run again. `_classes.py` joins nodes. `_program.py` puts all of this together in a
+`Program`.
 
 `_batch.py` finds the rows of the batch, in the arguments and in arrays that the program creates.
 `_batch_dims.py` finds all nodes that are sharded like these over a number of devices, and

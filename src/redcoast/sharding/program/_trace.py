@@ -15,6 +15,7 @@ from ...core._dtypes import keep_large_counts
 from ...core._mapped_callbacks import mark_mapped_callbacks
 from ...core._pytree import Static, join, split
 from ...core._tracing import trace_for
+from ._own_rows import batch_own_rows
 from ._shared_programs import is_over_a_mesh, shared_trace
 
 Arrays = list[Any]  # of JAX, of NumPy, or abstract
@@ -73,6 +74,7 @@ def trace(fn: Callable[..., PyTree], tree: PyTree, args: Sequence[PyTree]) -> tu
 
     mark_mapped_callbacks()
     jaxpr = jax.make_jaxpr(flat)(*jax.tree.map(unplaced, (arrays, batch, others)))
+    jaxpr = batch_own_rows(jaxpr)
     traced = Traced(jaxpr, len(arrays), len(batch), *outputs[-1], is_over_a_mesh(jaxpr))
     return traced, [*arrays, *batch, *others]
 

@@ -128,9 +128,16 @@ def _convolution(within: Computation, instruction: Instruction) -> Counter[str]:
     if labels is None:
         return Counter()
     inputs, kernels, results = labels.groups()
-    arrays = [first_array(lookup(within, name).shape) for name in operands(instruction)[:2]]
-    dtype, size = arrays[0].dtype, arrays[0].sizes
-    kernel, result = arrays[1].sizes, first_array(instruction.shape).sizes
+    left, right = (first_array(lookup(within, name).shape) for name in operands(instruction)[:2])
+    dtype, returned = left.dtype, first_array(instruction.shape).sizes
+    size, kernel, result = left.sizes, right.sizes, returned
+    # cuDNN's backward passes have the labels and the window of the forward pass. They take the
+    # gradient of its result, and return that of its kernel or of its input.
+    target = call_target(instruction)
+    if target == "__cudnn$convBackwardFilter":
+        kernel, result = returned, right.sizes
+    elif target == "__cudnn$convBackwardInput":
+        size, result = returned, left.sizes
     window = _window(text)
     # With groups of features, the kernel has only the input features of a group.
     count = result[results.index("b")] * result[results.index("f")] * kernel[kernels.index("i")]

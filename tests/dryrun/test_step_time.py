@@ -218,6 +218,30 @@ def test_operations_of_convolutions(shapes, attributes, count):
     assert found.flops == (("f32", 2 * count),)
 
 
+@pytest.mark.parametrize(
+    ("target", "left", "right", "result"),
+    [
+        ("Forward", "2,3,8,8", "5,3,3,3", "2,5,4,4"),
+        ("BackwardFilter", "2,3,8,8", "2,5,4,4", "5,3,3,3"),
+        ("BackwardInput", "2,5,4,4", "5,3,3,3", "2,3,8,8"),
+    ],
+)
+def test_backward_passes_of_convolutions_have_the_operations_of_the_forward_pass(
+    target, left, right, result
+):
+    """cuDNN writes all three with the window of the forward pass."""
+    window = "window={size=3x3 stride=2x2 pad=0_1x0_1}, dim_labels=bf01_oi01->bf01"
+    call = f'{window}, custom_call_target="__cudnn$conv{target}"'
+    body = f"""
+  %a = f32[{left}] bitcast(%x)
+  %b = f32[{right}] bitcast(%w)
+  ROOT %y = (f32[{result}], u8[0]) custom-call(%a, %b), {call}"""
+    (found,) = read_schedule(program(body), MESH)
+    assert isinstance(found, KernelWork)
+    # Of the four steps of three taps along each dimension, one meets the padding.
+    assert found.flops == (("f32", 2 * 2 * 5 * 3 * 11**2),)
+
+
 TPU = f"""
 %begin (p: f32[4,16]) -> (f32[4,16], f32[16,16]) {{
   %p = f32[4,16]{{1,0:S(1)}} parameter(0)
@@ -258,6 +282,32 @@ def test_a_collective_that_a_tpu_spreads_over_several_fusions():
     assert start == Start("channel 1", Transfer("all-gather", ("fsdp",), 3 * 4 * 4 * 16, 4))
     assert product == KernelWork("m", "product", (("f32", 2 * 8 * 8 * 16),), 4 * 8 * 16)
     assert done == Done("channel 1")
+
+
+BRANCHES = """
+%small (h: f32[8,16]) -> f32[8,16] {
+  %h = f32[8,16]{1,0} parameter(0)
+  %once = f32[8,16]{1,0} negate(%h)
+  %twice = f32[8,16]{1,0} negate(%once)
+  ROOT %thrice = f32[8,16]{1,0} negate(%twice)
+}
+
+%large (k: f32[8,16]) -> f32[8,16] {
+  %k = f32[8,16]{1,0} parameter(0)
+  %row = f32[8,65536]{1,0} broadcast(%k), dimensions={0}
+  ROOT %product = f32[8,16]{1,0} dot(%row, %row), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+"""
+
+
+def test_the_branch_with_the_most_work_is_timed_and_not_that_with_the_most_kernels():
+    body = """
+  %i = s32[] constant(0)
+  ROOT %y = f32[8,16]{1,0} conditional(%i, %x, %x), branch_computations={%small, %large}"""
+    assert [event.name for event in read_schedule(program(body, BRANCHES), MESH)] == [
+        "row",
+        "product",
+    ]
 
 
 def test_copies_to_the_host_run_beside_kernels():

@@ -82,8 +82,8 @@ def read_schedule(
     """The events of one run of a compiled program on a device, in the order of their start.
 
     They are kernels, transfers that the program waits for at once, starts and ends of asynchronous
-    transfers, and loops of such events. Of a conditional's branches, the one with the most events
-    is taken. Raises `ValueError` if the text is not compiled HLO, or is for another number of
+    transfers, and loops of such events. Of a conditional's branches, the one with the most work is
+    taken. Raises `ValueError` if the text is not compiled HLO, or is for another number of
     devices.
     """
     program = read_program(hlo_text, mesh)
@@ -107,6 +107,29 @@ def count_flops(events: Iterable[Event]) -> Counter[str]:
     return total
 
 
+# About the ratios of an A100 and of a TPU v4: of arithmetic to bytes of memory, and of bytes of
+# memory to bytes that are sent.
+_FLOPS_PER_BYTE = 200
+_MEMORY_PER_SENT = 10
+
+
+def _work(events: Iterable[Event]) -> float:
+    """The work of events, in bytes of memory that are accessed in the same time."""
+    total = 0.0
+    for event in events:
+        match event:
+            case KernelWork():
+                flops = sum(dict(event.flops).values())
+                total += max(event.memory_bytes, flops / _FLOPS_PER_BYTE)
+            case Transfer() as transfer:
+                total += _MEMORY_PER_SENT * transfer.sent_bytes
+            case Start(_, transfer):
+                total += _MEMORY_PER_SENT * transfer.sent_bytes
+            case Loop(times, inner):
+                total += times * _work(inner)
+    return total
+
+
 def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
     for instruction in scope.computation.instructions.values():
         match instruction.opcode:
@@ -125,7 +148,7 @@ def _events(program: PartitionedProgram, scope: CallScope) -> Iterator[Event]:
                 for skip, name in enumerate(callees_of(instruction), start=1):
                     branch = inner_scope(scope, instruction, name, skip)
                     branches.append(list(_events(program, branch)))
-                yield from max(branches, key=len)
+                yield from max(branches, key=_work)
             case "call":
                 for name in called(instruction, "to_apply"):
                     yield from _events(program, inner_scope(scope, instruction, name))

@@ -384,6 +384,18 @@ def test_models_with_other_arrays_than_weights():
     assert run.memory["gradients"] == 4 * (64 + 8 + 8)
 
 
+def test_a_loop_whose_length_depends_on_data_is_named():
+    """Without a product in it, only the time of a step depends on it."""
+
+    def halving_loss(model, x, key):
+        small = jax.lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x)
+        return jnp.mean((jax.lax.stop_gradient(small) @ model["w"]) ** 2)
+
+    model = {"w": jnp.zeros((8, 8))}
+    run = rc.dry_run(model, halving_loss, np.zeros((8, 8), np.float32), OPTIMIZER, target="cpu:1")
+    assert any(note.startswith("A loop has a trip count") for note in run.notes)
+
+
 def test_an_ambient_mesh_of_other_devices_is_ignored():
     with jax.set_mesh(rc.make_mesh(model=2)):
         run = rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:2", mesh={"model": 2})

@@ -1,7 +1,7 @@
 """One training step on several kinds of hardware: what fits, how fast it is, and what it costs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +94,7 @@ class TargetComparison:
 
 @hide_frames
 def compare_targets(
-    init_fn: Callable[..., PyTree],
+    init_fn: PyTree,
     loss_fn: LossFn,
     batch: PyTree,
     optimizer: optax.GradientTransformation,

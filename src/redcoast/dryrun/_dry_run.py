@@ -1,7 +1,7 @@
 """Compiles a training step without the devices it is for."""
 
 import functools as ft
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -32,11 +32,12 @@ from ._phases import enter_phase
 from ._report import DryRun
 from ._roofline import time_bounds
 from ._step_time import estimate_step_time
+from .hlo._events import count_open_loops
 
 
 @hide_frames
 def dry_run(
-    init_fn: Callable[..., PyTree],
+    init_fn: PyTree,
     loss_fn: LossFn,
     batch: PyTree,
     optimizer: optax.GradientTransformation,
@@ -199,14 +200,16 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         notes.append(f"Layers of the model: {layers}.")
     if options := job.training.options_for(mesh):
         notes.append(f"Options of the compiler: {show_options(options)}.")
-    if compiled.open_loops:
+    # Loops without products are counted in the compiled program alone.
+    open_loops = max(compiled.open_loops, count_open_loops(compiled.events))
+    if open_loops:
         loops = "A loop has"
-        if compiled.open_loops > 1:
-            loops = f"{compiled.open_loops} loops have"
+        if open_loops > 1:
+            loops = f"{open_loops} loops have"
         notes.append(
             f"{loops} a trip count that depends on the data, and is counted as one iteration: the "
-            "real number of operations is higher than the figure here, and so may be the "
-            "communication."
+            "real time and number of operations are higher than the figures here, and so may be "
+            "the communication."
         )
     sent = None  # unknown
     if not compiled.refused:

@@ -43,7 +43,7 @@ logger = logging.getLogger("redcoast")
 
 @hide_frames
 def suggest_mesh(
-    init_fn: Callable[..., PyTree],
+    init_fn: PyTree,
     loss_fn: LossFn,
     batch: PyTree,
     optimizer: optax.GradientTransformation,

@@ -107,6 +107,17 @@ def count_flops(events: Iterable[Event]) -> Counter[str]:
     return total
 
 
+def count_open_loops(events: Iterable[Event]) -> int:
+    """The number of loops that are repeated an unknown number of times."""
+    count = 0
+    for event in events:
+        if isinstance(event, Loop):
+            count += count_open_loops(event.events)
+            if not event.exact:
+                count += 1
+    return count
+
+
 # About the ratios of an A100 and of a TPU v4: of arithmetic to bytes of memory, and of bytes of
 # memory to bytes that are sent.
 _FLOPS_PER_BYTE = 200

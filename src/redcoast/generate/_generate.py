@@ -142,9 +142,9 @@ def generate(
     from ._row_turns import decode_in_turn
     from ._streaming import decode_streaming
 
-    prompts, mask = as_matrix("tokens", tokens), as_matrix("mask", mask)
+    prompts, real = as_matrix("tokens", tokens), as_matrix("mask", mask)
     devices = explicit_mesh_of((prompts, model))
-    model, prompts, mask, key = on_auto_axes((model, prompts, mask, key))
+    model, prompts, real, key = on_auto_axes((model, prompts, real, key))
     with allowed_transfers(), auto_ambient_mesh():
         check_count(max_new_tokens)
         check_model(model)
@@ -154,12 +154,12 @@ def generate(
         if exact:
             check_exact(model)
             check_exact_options(chosen.beams, rows, stream, stop)
-        prompts = check_prompt(model, prompts, mask)
-        check_positions(model, prompts, mask, chosen.prefix, max_new_tokens)
-        traced = is_traced((model, prompts, mask, key))
+        prompts = check_prompt(model, prompts, real)
+        check_positions(model, prompts, real, chosen.prefix, max_new_tokens)
+        traced = is_traced((model, prompts, real, key))
         results = prompts.shape[0] * chosen.num_return_sequences
         if rows is not None:
-            check_rows(model, prompts, mask, rows, chosen.beams, traced=traced)
+            check_rows(model, prompts, real, rows, chosen.beams, traced=traced)
             check_stream_in_turn(stream, stop)
         in_turn = rows is not None and rows < results
         if traced:
@@ -167,7 +167,7 @@ def generate(
         elif in_turn or exact:
             room = at_least(LEAST_ROOM, max_new_tokens)
         else:
-            room = room_for(model, prompts, mask, max_new_tokens)
+            room = room_for(model, prompts, real, max_new_tokens)
         request = make_request(
             model.config,
             chosen,
@@ -178,17 +178,17 @@ def generate(
             scored=log_probabilities,
         )
         if not traced:
-            check_same_prompts(model, prompts, mask, request)
+            check_same_prompts(model, prompts, real, request)
         if exact:
-            new = decode_exactly(model, prompts, mask, request)
+            new = decode_exactly(model, prompts, real, request)
         elif in_turn and rows is not None:
-            new = decode_in_turn(model, prompts, mask, request, rows)
+            new = decode_in_turn(model, prompts, real, request, rows)
         elif stream is not None or stop is not None:
             check_stream(request.beams, traced=traced)
-            new = decode_streaming(model, prompts, mask, request, stream, stop)
+            new = decode_streaming(model, prompts, real, request, stream, stop)
         else:
             run = decode_compiled
             if traced:
                 run = decode
-            new = run(model, prompts, mask, request)
+            new = run(model, prompts, real, request)
     return on_mesh(new, devices)

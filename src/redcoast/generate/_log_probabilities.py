@@ -67,23 +67,23 @@ def log_probabilities(
     from ._prompt import align_left, at_own_columns
 
     check_flag("exact", exact)
-    tokens, mask = as_matrix("tokens", tokens), as_matrix("mask", mask)
-    check_rows_to_score(model, tokens, mask)
+    rows, real = as_matrix("tokens", tokens), as_matrix("mask", mask)
+    check_rows_to_score(model, rows, real)
     if exact:
         check_exact(model)
-        if not is_traced((model, tokens, mask)):
-            return score_exactly(model, tokens, mask)
+        if not is_traced((model, rows, real)):
+            return score_exactly(model, rows, real)
     # Without padding between tokens: the token before each one is then in the column before it.
-    ids, lengths = align_left(tokens, mask)
+    ids, lengths = align_left(rows, real)
     context_mask = None
-    if mask is not None:
+    if real is not None:
         context_mask = jnp.arange(ids.shape[1] - 1)[None] < lengths[:, None]
     hidden = model.hidden(ids[:, :-1], mask=context_mask)  # (batch, seq - 1, width)
     fast = token_log_probabilities(hidden, model.unembed, ids[:, 1:], chunk=chunk)
-    if mask is not None:
-        fast = at_own_columns(fast, mask)
+    if real is not None:
+        fast = at_own_columns(fast, real)
     if not exact:
         return fast
-    values = score_exactly(model, tokens, mask)
+    values = score_exactly(model, rows, real)
     # The difference is zero, and has the gradient of the fast pass.
     return values + (fast - jax.lax.stop_gradient(fast))

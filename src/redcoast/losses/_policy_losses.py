@@ -434,9 +434,10 @@ def _token_losses(
 def _clip_bounds(clip: Clip) -> tuple[int | float, int | float]:
     """By how much a ratio may be below and above 1."""
     # DAPO clips less above, so that unlikely tokens can become likely.
-    bounds = (clip, clip)
-    if isinstance(clip, tuple | list):
+    if isinstance(clip, Sequence):
         bounds = tuple(clip)
+    else:
+        bounds = (clip, clip)
     if len(bounds) != 2:
         raise ValueError(f"`clip` has {len(bounds)} numbers, but must be one number or a pair.")
     for bound in bounds:

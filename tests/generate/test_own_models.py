@@ -1,5 +1,7 @@
 """Models of users, whose methods may return anything: a recurrent one, whose cache has no slots."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -28,10 +30,10 @@ class Recurrent(eqx.Module):
         self.cell = eqx.nn.GRUCell(8, 8, key=jax.random.key(1))
         self.config = Config()
 
-    def init_cache(self, batch, length):
+    def init_cache(self, batch, length) -> Any:
         return (jnp.zeros((batch, 8)),)
 
-    def decode(self, tokens, cache, mask=None):
+    def decode(self, tokens, cache, mask=None) -> Any:
         if mask is None:
             mask = jnp.ones(tokens.shape, bool)
 
@@ -66,7 +68,7 @@ def expected(rows, count):
 
 def test_a_recurrent_model_continues_padded_prompts_in_lists_of_rows():
     new = expected(ROWS, 4)
-    lists = RIGHT.tolist(), [row.astype(bool) for row in RIGHT_MASK]
+    lists: Any = RIGHT.tolist(), [row.astype(bool) for row in RIGHT_MASK]
     for tokens, mask in ((LEFT, LEFT_MASK), lists):
         np.testing.assert_array_equal(generate(Recurrent(), tokens, 4, mask=mask), new)
         scores = log_probabilities(Recurrent(), tokens, mask=mask)
@@ -97,8 +99,9 @@ def test_rows_of_a_cache_are_gathered_by_its_take_alone(options, is_array):
                 return hidden, cache[0][None]
             return hidden, cache
 
+    make: Any = Other
     with pytest.raises(TypeError, match=r"rows cannot be gathered.* a method `take\(rows\)`"):
-        generate(Other(), LEFT, 3, mask=LEFT_MASK, **options)
+        generate(make(), LEFT, 3, mask=LEFT_MASK, **options)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,8 @@ def test_what_decode_returns_is_checked(returns, says, traced):
         def decode(self, tokens, cache, mask=None):
             return returns(*super().decode(tokens, cache, mask))
 
-    run = lambda tokens: generate(Wrong(), tokens, 3)
+    make: Any = Wrong
+    run = lambda tokens: generate(make(), tokens, 3)
     if traced:
         run = jax.jit(run)
     with pytest.raises((TypeError, ValueError), match=f"`decode` of a Wrong .*{says}"):
@@ -131,8 +135,9 @@ def test_what_unembed_returns_is_checked():
         def unembed(self, hidden):
             return hidden[:, -1] @ self.embed.T
 
+    make: Any = OfLast
     with pytest.raises(ValueError, match=r"`unembed` of a OfLast returned .* shape \(4, 11\)"):
-        generate(OfLast(), LEFT, 3)
+        generate(make(), LEFT, 3)
 
 
 def test_any_temperature_that_is_not_refused_is_a_temperature():

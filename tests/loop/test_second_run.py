@@ -102,7 +102,7 @@ def test_a_state_is_created_by_an_earlier_program_if_it_is_the_same():
 
     def create(scale, seed=0):
         init_fn = lambda key: {"w": scale * weights, "b": jax.random.normal(key, (8,))}
-        options = {"key": jax.random.key(seed)}
+        options: dict[str, Any] = {"key": jax.random.key(seed)}
         abstract = eqx.filter_eval_shape(rc.init_state, init_fn, OPTIMIZER, **options)
         shardings = rc.infer_shardings(abstract, MESH)
         return rc.init_state(init_fn, OPTIMIZER, shardings=shardings, **options)

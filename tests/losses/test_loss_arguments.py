@@ -57,7 +57,7 @@ def test_rewards_and_labels_may_be_of_any_dtype(dtype):
     mask = REAL.astype(dtype)
     assert losses.dapo(PROBS, PROBS, jnp.array([1, 0, -1, 1]), mask=mask).dtype == jnp.float32
     labels = jnp.array([True, False, True, False])
-    rest = {"unrelated": SUMS[2], "reference_unrelated": SUMS[3]}
+    rest: Any = {"unrelated": SUMS[2], "reference_unrelated": SUMS[3]}
     expected = losses.kto(SUMS[0], SUMS[1], labels, **rest)
     encodings = [labels.astype(dtype)]
     if dtype is not bool:

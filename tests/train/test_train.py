@@ -500,14 +500,16 @@ def test_a_chain_of_which_one_part_rejects_extra_arguments():
     assert set(after[1]) == {"loss", "grad_norm", "skipped", "accuracy"}
 
 
-def of_least_loss():
+def of_least_loss() -> Any:
     """A plain transformation with a number in its state, and an argument that optax has not."""
 
     def update(grads, state, params=None, *, value):
         least = jnp.minimum(state["least"], value)
         return jax.tree.map(lambda g: -least * g, grads), {"least": least}
 
-    return optax.GradientTransformation(lambda params: {"least": jnp.inf}, update)
+    # Typed as optax calls it: with the three arguments of every transformation.
+    as_optax: Any = update
+    return optax.GradientTransformation(lambda params: {"least": jnp.inf}, as_optax)
 
 
 @pytest.mark.parametrize("from_state", [False, True])

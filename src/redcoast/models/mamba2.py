@@ -197,14 +197,15 @@ class Mamba2(TableHead, Decoder):
             before = None
             if cache is not None:
                 before = states_of_layer(cache, index)
-            y = rms_norm(x, layer.norm, c.norm_eps).astype(dtype)
+            y = rms_norm(x, layer.norm.astype(x.dtype), c.norm_eps).astype(dtype)
             y, after = _mixer(layer, y, real, before, c)
             if cache is not None:
                 cache = with_layer(cache, after, index)
             return x + y.astype(x.dtype), cache
 
         x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, **c.loop_options)
-        return rms_norm(x, self.norm, c.norm_eps).astype(dtype), cache, None
+        x = rms_norm(x, self.norm.astype(x.dtype), c.norm_eps)
+        return x.astype(dtype), cache, None
 
 
 def _mixer(layer, x, real, cache, config):

@@ -342,7 +342,8 @@ def _delta_net(layer, x, real, cache, index, c):
     into = ft.partial(product, "bsd,de->bse", x)
     strengths = jax.nn.sigmoid(into(layer.strength)).astype(kind)
     strengths = jnp.where(real[..., None], strengths, 0)  # (batch, seq, value_heads)
-    steps = jax.nn.softplus(into(layer.steps).astype(kind) + layer.steps_bias[None, None])
+    steps_bias = layer.steps_bias.astype(kind)[None, None]
+    steps = jax.nn.softplus(into(layer.steps).astype(kind) + steps_bias)
     # Logarithms of the decays, always negative.
     decays = -jnp.exp(layer.log_decay.astype(kind))[None, None] * steps
     decays = jnp.where(real[..., None], decays, 0)  # (batch, seq, value_heads)
@@ -356,7 +357,7 @@ def _delta_net(layer, x, real, cache, index, c):
     y, state = gated_delta_rule(q, k, v, decays, strengths, state, chunk=c.chunk)
     y = rms_norm(y.astype(x.dtype), layer.out_norm, c.norm_eps)  # of each head by itself
     gate = jax.nn.silu(_heads(into(layer.wz), c.value_heads, kind))
-    y = (y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)  # (batch, seq, values)
+    y = (y.astype(kind) * gate).astype(x.dtype).reshape(*x.shape[:2], -1)  # (batch, seq, values)
     if cache is not None:
         after = DeltaStates(state[None], past_q[None], past_k[None], past_v[None])
         cache = replace(cache, states=with_layer(cache.states, after, index))

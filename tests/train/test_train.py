@@ -707,14 +707,41 @@ def test_a_custom_loop_gets_arrays_of_the_loss():
 
     def loss(model, batch, key):
         value = loss_fn(model, batch, key)[0]
-        return value, {"errors": jnp.full((4, 2), value)}
+        indices = 2**24 + jnp.arange(3)
+        return value, {"errors": jnp.full((4, 2), value), "indices": indices, "mask": indices > 2}
 
     _, metrics = eqx.filter_jit(stepper(loss=loss))(start(), BATCH)
     assert metrics["errors"].shape == (4, 2)
+    assert metrics["indices"].tolist() == [2**24, 2**24 + 1, 2**24 + 2]
+    assert metrics["mask"].dtype == bool
     assert (metrics["errors"] == metrics["loss"]).all()
     # The mean over microbatches would not be the errors of the batch.
     with pytest.raises(ValueError, match=r"aux\['errors'\] of shape .*without `accumulate`"):
         stepper(loss=loss, accumulate=2)(start(), BATCH)
+
+
+@pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
+def test_a_returned_model_keeps_the_digits_of_its_frozen_weights(dtype):
+    """Only here: they were rounded to `compute_dtype` in the first step."""
+    model = {"net": make_model(), "frozen": make_model(1), "moved": jnp.full(3, 1.001)}
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model["net"], batch, key)
+        return value, aux, {**model, "moved": model["moved"] + 1}
+
+    state, step, _ = rc.prepare(
+        model,
+        optax.sgd(0.1),
+        loss,
+        BATCH,
+        mesh=rc.make_mesh(data=2, fsdp=2, model=2),
+        trainable="^net",
+        compute_dtype=dtype,
+    )
+    state, _ = step(state, BATCH)
+    for ours, theirs in zip(arrays(state.model["frozen"]), arrays(model["frozen"]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(state.model["moved"], np.full(3, dtype(1.001) + dtype(1)))
 
 
 def test_the_returned_model_must_keep_its_shapes():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray, PyTree
 
 from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._errors import type_name
@@ -90,13 +90,20 @@ def evaluate_loss(
     _check_dependence(loss, model, updated=new_model is not model)
     if new_model is not model:
         new_model = _stored_dtypes(new_model, model)
-    # Metrics are averaged later, and sums of bfloat16 lose their last examples.
-    aux = {name: widen(value) for name, value in aux.items()}
+    aux = {name: _as_metric(value) for name, value in aux.items()}
     shapes = [x.shape for x in jax.tree.leaves(batch) if hasattr(x, "shape")]
     # Without a weight from the loss, all examples count the same.
     examples = next((shape[0] for shape in shapes if shape), 1)
     weight = aux.get("weight", jnp.asarray(examples, jnp.float32))
     return LossResult(widen(loss), aux, weight, new_model)
+
+
+def _as_metric(value: ArrayLike) -> Array:
+    # Arrays with dimensions are not averaged, and may be indices or masks of a custom loop.
+    if jnp.ndim(value) and not is_floating(value):
+        return jnp.asarray(value)
+    # Metrics are averaged later, and sums of bfloat16 lose their last examples.
+    return widen(value)
 
 
 def check_metrics(out: PyTree, model: PyTree) -> None:
@@ -246,10 +253,12 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
             )
 
     def to_stored_dtype(new: PyTree, old: PyTree) -> PyTree:
-        # Parameters are kept in their own dtype, whatever they were computed in.
-        if is_floating(old):
-            return new.astype(old.dtype)
-        return new
+        if not is_floating(old) or new.dtype == old.dtype:
+            return new
+        # Parameters are kept in their own dtype, whatever they were computed in. Those that the
+        # loss did not change, such as frozen weights, keep the digits that `compute_dtype` lacks.
+        is_kept = new == old.astype(new.dtype)
+        return jnp.where(is_kept, old, new.astype(old.dtype))
 
     return jax.tree.map(to_stored_dtype, new_model, model)
 

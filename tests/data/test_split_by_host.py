@@ -46,6 +46,9 @@ def test_processes_read_apart_and_resume_bitwise_after_a_kill(tmp_path):
     assert resumed[0]["metrics"] == whole[0]["metrics"][first - 1 :]
     (alone,) = run(tmp_path / "killed", processes=1, steps=9)
     assert "split by host into 2 parts and cannot be resumed with 1" in alone.output
+    run(tmp_path / "alone", processes=1, steps=3)
+    for x in run(tmp_path / "alone"):
+        assert "examples in one part and cannot be resumed with 2" in x.output
 
 
 @pytest.mark.integration
@@ -62,6 +65,16 @@ def test_one_process_reads_all():
     source = rc.split_by_host(lambda part, parts: range(part, 10, parts).__iter__)
     data = rc.batches(source, np.array, batch_size=8, key=KEY, steps=2)
     assert [np.asarray(x.arrays).tolist() for x in data] == [list(range(8)), [8, 9, *range(6)]]
+
+
+def test_the_state_of_a_stream_has_the_number_of_its_parts():
+    """Several parts have states of the same form as one, and would continue at wrong places."""
+    source = rc.split_by_host(lambda part, parts: range(part, 100, parts).__iter__)
+    data = rc.batches(source, np.array, batch_size=8, key=KEY, steps=3)
+    state = next(data).state
+    data.set_state(state)
+    with pytest.raises(ValueError, match="into 2 parts and cannot be resumed with 1"):
+        data.set_state(state | {"parts": 2})
 
 
 @pytest.mark.parametrize(

@@ -280,13 +280,21 @@ class Batches:
         places = (stream or {}).get("parts")
         if places is None:
             return stream
-        if len(places) != self._parts:
-            raise ValueError(
-                f"The run was started with examples split by host into {len(places)} parts and "
-                f"cannot be resumed with {self._parts}. Use as many processes with different rows "
-                "of a batch, or choose another directory to start a new run."
-            )
+        self._check_parts(len(places))
         return places[self._part]
+
+    def _check_parts(self, before: int) -> None:
+        """Raises `ValueError` if a stream was read in another number of parts."""
+        if before == self._parts:
+            return
+        then = f"examples split by host into {before} parts"
+        if before == 1:
+            then = "examples in one part"
+        raise ValueError(
+            f"The run was started with {then} and cannot be resumed with {self._parts}. Use as "
+            "many processes with different rows of a batch, or choose another directory to start "
+            "a new run."
+        )
 
     @hide_frames
     def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
@@ -327,6 +335,9 @@ class Batches:
                 *(before, length),
             )
         stream = self._own_place(state.get("stream"))
+        if length is None:
+            # A stream that is read in one part has the same state as each of several.
+            self._check_parts(state.get("parts", self._parts))
         # Batches that were prepared belong to the position before.
         self.close()
         if length is None and stream is not None:
@@ -341,6 +352,8 @@ class Batches:
             seed = data_seed(key).tolist()
         self._state = {"step": step, "seed": seed, "position": position, "length": length}
         self._state["stream"] = stream
+        if length is None:
+            self._state["parts"] = self._parts
 
     def examples_of(self, batch: Batch) -> tuple[list[int], str]:
         """Returns the indices of a batch's examples (for a stream, their positions), and a sentence

@@ -178,6 +178,23 @@ def triangle(model, x, key):
     return jnp.mean((product @ model["out"]) ** 2)
 
 
+def momentum(model, x, key):
+    """A copy of the network that is not trained, whose gradient is no sum over devices."""
+    run = lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"]
+    fixed = jax.lax.stop_gradient(run(model["slow"], 0.9 * x))
+    return jnp.mean((run(model["fast"], x) - fixed) ** 2)
+
+
+def grids(model, x, key):
+    """Lookups of several corners in each level of a table, whose gradients are summed apart."""
+    encoded = 0.0
+    for level, place in enumerate(jnp.int32(9 * x[:, :4]).T):
+        for corner in range(8):
+            encoded += model["tables"][level][(place + corner * 31) % 512]
+    return jnp.mean(jnp.tanh(encoded @ model["out"]) ** 2)
+
+
+NETWORK = {"up": array(64, 512), "down": array(512, 64)}
 SQUARE = dict.fromkeys(("left", "right", "gate", "out"), array(16, 16))
 PAIR = [SQUARE | {"up": array(16, 64), "down": array(64, 16)}] * 2
 HEADS = [dict.fromkeys("qkv", array(64, 4, 16)) | {"o": array(4, 16, 64)}] * 2
@@ -217,6 +234,13 @@ CASES = {
         {"data": 2, "model": 4},
     ),
     "triangle": (triangle, SQUARE, array(1, 64, 64, 16), {"data": 2, "model": 4}),
+    "momentum": (
+        momentum,
+        {"fast": NETWORK, "slow": NETWORK},
+        array(64, 64),
+        {},
+    ),
+    "grids": (grids, {"tables": array(4, 512, 4), "out": array(4, 4)}, array(64, 8), {}),
     "depthwise": (depthwise, array(7, 7, 1, 64), array(16, 8, 8, 64), {}),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
 }

@@ -1,7 +1,7 @@
 """Buffers of a program, from the operation that writes them to the last one that reads them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
@@ -156,6 +156,8 @@ class Timeline:
     # Arrays of the model whose gradient has been written, and whether no sum is to come.
     summed: set[ModelArray] = field(default_factory=set)
     complete: set[ModelArray] = field(default_factory=set)
+    # The bytes of the gradients of all uses of an array of the model and of its slices.
+    of_uses: Counter[ModelArray] = field(default_factory=Counter)
     # Of values that were fused at first and are written later: their roots, and their own buffer.
     fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
     # The roots of values that are computed from one buffer, and are not what it contains.
@@ -249,20 +251,37 @@ class Timeline:
         if peak.bytes > self.spikes.get(self.now, Peak()).bytes:
             self.spikes[self.now] = peak
 
+    def use_gradient(self, parameter: ModelArray, size: int | float, source: Source) -> None:
+        """Writes the gradient of one use of an array of the model, or of a slice of it.
+
+        The gradients of slices take as much together as that of the array, which is written with
+        the first, until there are more of them.
+        """
+        self.of_uses[parameter] += size
+        if parameter not in self.summed:
+            self.add_gradient(parameter, source)
+        elif self.of_uses[parameter] > parameter.local:
+            self.add_gradient(parameter, source, share=min(1.0, size / max(1, parameter.local)))
+
     def add_gradient(
-        self, parameter: ModelArray, source: Source = (), *, summed: bool = False
+        self,
+        parameter: ModelArray,
+        source: Source = (),
+        *,
+        summed: bool = False,
+        share: float = 1.0,
     ) -> None:
         """Writes the gradient of an array of the model. It may be `summed` already.
 
         The cotangents of several uses are added up in one buffer, but on CPUs, where each is summed
-        over devices by itself.
+        over devices by itself. A later one may be that of a `share` of the array.
         """
         if not max(parameter.gradient, parameter.local):
             return
         if parameter in self.summed:
             if self.compiler != "cpu" or parameter in self.complete or not parameter.local:
                 return
-            parameter = parameter.part(1.0)  # whose sum is added to the gradient
+            parameter = parameter.part(share)  # whose sum is added to the gradient
         self.summed.add(parameter)
         if summed or not parameter.local:
             self.complete.add(parameter)
@@ -296,11 +315,8 @@ class Timeline:
         buffer = self.write(parameter.gradient, parameter.first_use)
         buffer.is_gradient = self.keeps_gradients
 
-    def finish(self, parameters: Sequence[ModelArray]) -> None:
-        """Writes the gradients that are left; all are results."""
-        for parameter in parameters:
-            if parameter not in self.summed:
-                self.add_gradient(parameter)
+    def finish(self) -> None:
+        """Sums the gradients that are left; all are results."""
         self.sum_gradients()
         self.now += 1
         for buffer in self.buffers:

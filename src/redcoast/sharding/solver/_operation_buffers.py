@@ -284,9 +284,7 @@ class OperationBuffers:
         parameter = parameter_of(step.frame.of(atom))
         size = self.time.size_of(step.value(atom))
         if parameter is not None:
-            # The gradients of slices take as much together as that of the array.
-            if size >= parameter.local or parameter not in self.time.summed:
-                self.time.add_gradient(parameter, step.source)
+            self.time.use_gradient(parameter, size, step.source)
             return ()
         if is_product_or_convolution(step.equation):
             size = self.time.gathered_size_of(step.value(atom))

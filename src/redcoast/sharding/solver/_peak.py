@@ -70,8 +70,12 @@ def find_peak(
     run.forward(frame)
     results = scope.jaxpr.outvars
     if trains and not isinstance(results[0], Literal):
-        run.backward(frame, {results[0]: ()})
-        time.finish(parameters)
+        grads = run.backward(frame, {results[0]: ()})
+        for parameter, grad in zip(parameters, grads, strict=False):
+            if parameter not in time.summed:
+                # Zeros, of what is not differentiated, are no sum over devices.
+                time.add_gradient(parameter, summed=grad is None)
+        time.finish()
     time.now += 1
     time.read(frame.of_all(results))
     return time.peak()

@@ -39,6 +39,14 @@ def planned_and_sent(change, mesh):
     return sum(one.bytes for one in program.traffic), sent_bytes(sent), program
 
 
+def whitened(h):
+    """A decomposition of a matrix of all pairs of rows, as of a Gaussian process."""
+    rows = jnp.mean(h, 1)
+    distances = jnp.mean((rows[:, None] - rows[None]) ** 2, -1)
+    root = jnp.linalg.cholesky(jnp.exp(-distances) + jnp.eye(len(rows)))
+    return h + jax.scipy.linalg.solve_triangular(root, rows, lower=True)[:, None]
+
+
 MOVES = {
     "halves": lambda h: h[:16] * h[16:],
     "concatenated": lambda h: jnp.concatenate([h, jnp.sin(h)]),
@@ -50,6 +58,7 @@ MOVES = {
     "permuted": lambda h: h[jax.random.permutation(jax.random.key(0), len(h))],
     "transformed": lambda h: jnp.abs(jnp.fft.fft(h, axis=0)),
     "the first": lambda h: h + h[:1],
+    "whitened": whitened,
 }
 
 

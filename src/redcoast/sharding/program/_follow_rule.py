@@ -186,11 +186,15 @@ def _gather_whole(applied: _AppliedRule) -> None:
     """Records dimensions that are needed as a whole: nothing stays sharded along them."""
     graph, rule = applied.graph, applied.rule
     needed = rule.whole - rule.blocked - applied.resharded
+    gathered = rule.whole - dict(rule.near).keys() - applied.resharded
     for dim in applied.before:
         if dim.slowest in needed:
             graph.add_reshard(dim.value, dim.node, applied.results[0], None)
-            if rule.writes is None:
-                graph.add_move(dim.value, dim.node, applied.results[0], None)
+        # Rows that are blocked, as those of a matrix that is decomposed, are gathered too, once for
+        # both of its dimensions.
+        is_first = dim.node not in dim.value.dims[: dim.d]
+        if dim.slowest in gathered and is_first and rule.writes is None:
+            graph.add_move(dim.value, dim.node, applied.results[0], None)
     for dim in applied.after:
         if dim.slowest in needed:
             graph.add_reshard(dim.value, None, dim.value, dim.node)

@@ -19,7 +19,8 @@ _LARGE = LARGE_OPERATIONS | frozenset(
     """
     cholesky dot_product_attention_bwd_splash dot_product_attention_bwd_wrapper
     dot_product_attention_fwd_splash dot_product_attention_fwd_wrapper eig eigh fft
-    householder_product lu pallas_call qr schur sort svd top_k triangular_solve
+    householder_product lu pallas_call qr schur scatter-max scatter-min scatter-mul scatter_max
+    scatter_min scatter_mul sort svd top_k triangular_solve
     """.split()  # noqa: SIM905
 )
 # Their results are in memory, and what they read is fused into them.

@@ -101,7 +101,10 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         # A part of each device's cotangent belongs to an array that all have.
         devices, others = batch.around(move.after, (*move.rows, *move.result.dims))
         return all_gather(devices, move.operand.bytes / others) * move.backward
-    devices, others = batch.around(move.before, (*move.rows, *move.operand.dims))
+    dims = move.operand.dims
+    if batch.splits_alike(move.before, dims[: dims.index(move.before)]):
+        return 0  # an earlier dimension is the split one, as of a matrix of all pairs of rows
+    devices, others = batch.around(move.before, (*move.rows, *dims))
     whole, result = move.operand.bytes / others, move.result.bytes / others
     part = whole / devices
     if is_scan or is_cumulative(equation):

@@ -1,5 +1,5 @@
-"""Every published architecture with all of its arrays in 16 bits, traced without promotion of types:
-what a model computes in float32 is its own choice, and not that of a float32 parameter."""
+"""Every published architecture with all of its arrays in 16 bits, traced under strict promotion of
+types: what a model computes in float32 does not depend on parameters that are in float32."""
 
 import equinox as eqx
 import jax

@@ -208,7 +208,8 @@ def attend(
     if q.shape[2] == k.shape[2] and target().platform != "tpu":
         g = ""
     # (batch, queries, kv_heads, group, head_dim), or without the group
-    grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
+    group = [q.shape[2] // k.shape[2]] * len(g)
+    grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *group, q.shape[3])
     # One query has no dimension of queries: with it, XLA for CPUs would multiply keys by queries,
     # and not queries by keys, which takes several times as long.
     s = "s"

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from ._attention import Visible, causal_view, count_positions, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
 from ._check_config import check_length
+from ._check_tokens import check_tokens
 from ._einsum import LowRank, product
 from ._inputs import HiddenStates, Key, Mask, Positions, Segments, Tokens
 from ._moe import router_loss
@@ -127,6 +128,7 @@ class Decoder(eqx.Module):
         return empty_cache(c.layers, batch, length, kv_heads, c.head_dim, self.embed.dtype)
 
     def _run_from_start(self, tokens, mask, segments, positions, key):
+        check_tokens(tokens, mask=mask, segments=segments, positions=positions)
         if segments is None and positions is None:
             check_length(self.config, tokens.shape[1])
         real = real_tokens(tokens.shape, mask)  # (batch, seq), or no array at all

@@ -14,6 +14,7 @@ from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._basic import split_key
 from ._cache import admit, cached_view, empty_cache
 from ._check_config import check_length
+from ._check_tokens import check_tokens
 from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
 from ._inputs import AnyArray, HiddenStates, Key, Mask, Segments, Tokens
 
@@ -116,6 +117,13 @@ class EncoderDecoder(CrossDecoder):
     ) -> Float[Array, "batch decoder_seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
+        check_tokens(tokens, mask=mask, segments=segments)
+        check_tokens(
+            decoder_tokens,
+            name="decoder_tokens",
+            decoder_mask=decoder_mask,
+            decoder_segments=decoder_segments,
+        )
         encoder_key, key = split_key(key, 2)
         cross_visible = cross_view(
             tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments
@@ -137,6 +145,7 @@ class EncoderDecoder(CrossDecoder):
     ) -> HiddenStates:
         """Returns the encoder's hidden states, which the decoder attends to. The arguments are
         those of `__call__`."""
+        check_tokens(tokens, mask=mask, segments=segments)
         real = _real(self, tokens, mask, segments)
         visible, positions = full_view(real, segments), count_positions(real, segments)
         return self._run(self.encoder, tokens, positions, visible, NO_MEMORY, None, key)[0]

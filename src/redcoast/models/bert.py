@@ -15,6 +15,7 @@ from ._attention import count_positions, full_view, real_tokens
 from ._base_config import TextConfig, TokenSizes, check_config
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._check_config import check_length
+from ._check_tokens import check_tokens
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
 from ._heads import Linear, MaskedHead, first_token
@@ -195,6 +196,7 @@ class Bert(eqx.Module):
         """Returns the final hidden states, for any head. The arguments are the same as for
         `__call__`."""
         c = self.config
+        check_tokens(tokens, mask=mask, types=types, segments=segments, positions=positions)
         if mask is None and segments is None and positions is None:
             check_length(c, tokens.shape[1])
         real = real_tokens(tokens.shape, mask)

@@ -12,6 +12,7 @@ from ._base_config import DecoderConfig, TokenSizes, check_config
 from ._basic import dropout, layer_norm, look_up, output_scale, small_normal, split_key
 from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._check_config import check_length
+from ._check_tokens import check_tokens
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._decoder import TableHead
 from ._einsum import feed_forward, keys_values, outputs, queries
@@ -140,6 +141,7 @@ class GPT2(TableHead):
     ) -> HiddenStates:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
+        check_tokens(tokens, mask=mask, segments=segments, positions=positions)
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             if segments is None:

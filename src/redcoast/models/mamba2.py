@@ -15,6 +15,7 @@ from ._base_config import DecoderConfig, check_config
 from ._basic import initial_tables, look_up, normal, output_scale, rms_norm, wide
 from ._by_layer import StackedLayers
 from ._check_config import check_multiple
+from ._check_tokens import check_tokens
 from ._decoder import Decoder, TableHead
 from ._einsum import product
 from ._inputs import HiddenStates, Mask, Tokens
@@ -177,6 +178,7 @@ class Mamba2(TableHead, Decoder):
         return self._run(tokens, mask, _NOTHING, _NOTHING, cache, None)[:2]
 
     def _run_from_start(self, tokens, mask, segments, positions, key):
+        check_tokens(tokens, mask=mask)
         for name, argument in (("segments", segments), ("positions", positions)):
             if argument is not None:
                 raise ValueError(

@@ -26,6 +26,7 @@ from ._basic import (
     zeros,
 )
 from ._check_config import check_local
+from ._check_tokens import check_tokens
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, first_token
 from ._inputs import HiddenStates, Key, Mask, Positions, Segments, Tokens
@@ -249,6 +250,7 @@ class ModernBert(eqx.Module):
         """Returns the final hidden states, for any head. The arguments are the same as for
         `__call__`."""
         c = self.config
+        check_tokens(tokens, mask=mask, segments=segments, positions=positions)
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             positions = count_positions(real, segments)

@@ -15,6 +15,7 @@ from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
 from ._check_config import check_length
+from ._check_tokens import check_tokens
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import NO_MEMORY, CrossDecoder
@@ -180,6 +181,7 @@ class Whisper(CrossDecoder):
     ) -> HiddenStates:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
+        check_tokens(decoder_tokens, name="decoder_tokens", decoder_mask=decoder_mask)
         check_length(self.config, decoder_tokens.shape[1])
         encoder_key, key = split_key(key, 2)
         memory = self.encode(features, mask=mask, key=encoder_key)

@@ -1,5 +1,7 @@
 """Shared by the experiments: options of a run, its directory, its optimizer and its results."""
 
+import atexit
+import contextlib
 import json
 import math
 import os
@@ -12,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-from _options import existing_run, mesh_sizes, newest_name, refuse, resume_command
+from _options import existing_run, mesh_sizes, newest_name, refuse, resume_command, script_of
 from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
@@ -108,10 +110,33 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
             directory.mkdir(parents=True, exist_ok=resume)
         except OSError as error:
             refuse(f"The directory of the run cannot be created: {error}")
-        # Of a resumed run too: its options may have been changed.
-        text = json.dumps(asdict(config), default=str, indent=2)
-        (directory / "config.json").write_text(text)
+        write_options(directory, config)
     return directory
+
+
+def write_options(directory: Path, config: Any) -> None:
+    """Writes the options of a run, also of a resumed one, whose options may have been changed. If
+    it then takes no step, such as because they do not fit its checkpoint, they are what they
+    were."""
+    file, metrics = directory / "config.json", directory / "metrics.jsonl"
+    if file.exists():
+        before, size = file.read_text("utf-8"), size_of(metrics)
+
+        def restore() -> None:
+            with contextlib.suppress(OSError):  # the directory may have been removed
+                if size_of(metrics) == size:
+                    file.write_text(before, "utf-8")
+
+        atexit.register(restore)
+    options = {"script": script_of(type(config)).stem, **asdict(config)}
+    file.write_text(json.dumps(options, default=str, indent=2), "utf-8")
+
+
+def size_of(file: Path) -> int:
+    """The number of bytes of a file, 0 if there is none."""
+    if not file.exists():
+        return 0
+    return file.stat().st_size
 
 
 def broadcast_text(text: str) -> str:

@@ -12,6 +12,7 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -112,9 +113,26 @@ class Run:
 RunOptions = tyro.conf.OmitArgPrefixes[Run]
 
 
+def run(main: Callable[[Any], None], config: Any, doc: str | None) -> None:
+    """Calls a script's `main` with its options. Options that do not fit the checkpoint of a resumed
+    run end the program."""
+    c = parse(config, doc)
+    from redcoast import CheckpointMismatch  # the script has imported it
+
+    try:
+        main(c)
+    except CheckpointMismatch as error:
+        refuse(f"The run cannot be resumed with these options. {error}")
+
+
+def script_of(config: Any) -> Path:
+    """The file of the script that has a class of options."""
+    return Path(sys.modules[config.__module__].__file__ or "")
+
+
 def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
     """Reads the options of a script; to resume, those of the run are the defaults."""
-    script = Path(sys.modules[config.__module__].__file__ or "")
+    script = script_of(config)
     usage = {"prog": f"python {sys.argv[0]}", "description": description(doc, script)}
 
     def read_options(**default: Any) -> Any:
@@ -206,8 +224,12 @@ def stored_options(config: Any, file: Path) -> Any:
     advice = "Restore the file, or leave out --resume to start a new run."
     try:
         stored = json.loads(file.read_text("utf-8"))
-        if isinstance(stored, dict) and "run" not in stored:
-            raise TypeError("it has none that all scripts have")
+        if isinstance(stored, dict):
+            own = script_of(config).stem
+            if stored.get("script", own) != own:
+                raise TypeError(f"it is a run of {stored['script']}.py")
+            if "run" not in stored:
+                raise TypeError("it has none that all scripts have")
         return from_json(config, stored)
     except (OSError, ValueError, RecursionError) as error:
         refuse(f"The options of the run to resume, {file}, cannot be read: {error}. {advice}")

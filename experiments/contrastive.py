@@ -160,4 +160,4 @@ def save_nearest(file: Path, names, glyphs, rows) -> None:
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

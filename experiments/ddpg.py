@@ -161,4 +161,4 @@ def learn(c, fit, buffer, networks, key):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -120,4 +120,4 @@ def distillation_loss(c, width, model, batch, key):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

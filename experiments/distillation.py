@@ -138,4 +138,4 @@ def save_teacher(file: Path, names, examples, outputs) -> None:
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

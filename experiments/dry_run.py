@@ -56,4 +56,4 @@ def written(options: set[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -112,4 +112,4 @@ def centred_ranks(x):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -253,4 +253,4 @@ def report_accuracies(c, directory):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

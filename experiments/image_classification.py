@@ -104,4 +104,4 @@ def make_network(inputs: int, n: int, classes: int, key: jax.Array) -> eqx.nn.Se
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -162,4 +162,4 @@ def make_config(c: Config, vocab: int) -> CaptionerConfig:
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -107,4 +107,4 @@ def make_tokenizer(c: Config, texts: list[str]):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

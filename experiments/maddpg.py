@@ -287,4 +287,4 @@ def plot_returns(directory, random):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

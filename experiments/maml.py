@@ -192,4 +192,4 @@ def glyphs(c):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

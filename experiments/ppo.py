@@ -240,4 +240,4 @@ def update_moments(moments, x):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -217,4 +217,4 @@ def reference_log_probs(c: Config, model, batch):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -69,4 +69,4 @@ def main(c: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

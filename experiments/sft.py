@@ -173,4 +173,4 @@ def describe(weights: Path, c: Config, *, before: float, after: float) -> dict[s
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

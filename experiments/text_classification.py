@@ -156,4 +156,4 @@ def read_ratings() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

@@ -232,4 +232,4 @@ def load_model(root, like):
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

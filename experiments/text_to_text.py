@@ -153,4 +153,4 @@ def read_verses(version: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(_options.parse(Config, __doc__))
+    _options.run(main, Config, __doc__)

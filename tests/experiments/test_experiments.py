@@ -192,6 +192,7 @@ def test_resuming_takes_the_options_of_the_run(script, tmp_path):
         ('{"model_type": "llama"}', "it has none that all scripts have"),
         ('{"run": {}, "steps": "many"}', "its steps is 'many'"),
         ('{"run": {"wandb": 1}}', "its wandb is 1"),
+        ('{"run": {}, "script": "maml"}', "it is a run of maml.py"),
         ('{"run": {}, "text": "gone"}', "--text is gone, which does not exist"),
     ],
 )
@@ -203,6 +204,31 @@ def test_a_run_whose_options_are_damaged_or_of_another_program(
     with refused(re.escape(words)):
         again = ["--directory", str(tmp_path), "--resume"]
         script("_options").parse(script("language_modeling").Config, "", again)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_options_of_a_resumed_run_that_takes_no_step_are_those_of_before(
+    script, tmp_path, monkeypatch, steps
+):
+    """With a width that does not fit the checkpoint, the run could not be resumed any more."""
+    common, config = script("_common"), script("evolution").Config
+    at_exit = []
+    monkeypatch.setattr(common.atexit, "register", at_exit.append)
+    common.write_options(tmp_path, config(width=16))
+    common.write_options(tmp_path, config(width=8))
+    (tmp_path / "metrics.jsonl").write_text("{}\n" * steps)
+    (restore,) = at_exit
+    restore()
+    assert json.loads((tmp_path / "config.json").read_text())["width"] == [16, 8][steps]
+
+
+def test_options_that_do_not_fit_a_checkpoint_are_refused(script, refused, monkeypatch):
+    def main(c):
+        raise rc.CheckpointMismatch("The shapes differ.")
+
+    monkeypatch.setattr(sys, "argv", ["evolution.py", "--width", "8"])
+    with refused("The run cannot be resumed with these options. The shapes differ."):
+        script("_options").run(main, script("evolution").Config, "")
 
 
 @pytest.mark.parametrize(

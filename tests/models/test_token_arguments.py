@@ -1,5 +1,7 @@
 """Tokens, masks and segments of other shapes and types are named, in place of what fails later."""
 
+from typing import Any
+
 import jax
 import jaxtyping
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from redcoast import models
 
-SIZES = {"vocab": 11, "width": 8, "layers": 1, "heads": 2}
+SIZES: dict[str, Any] = {"vocab": 11, "width": 8, "layers": 1, "heads": 2}
 DECODER, ENCODER = {**SIZES, "hidden": 12}, {**SIZES, "hidden": 12, "decoder_layers": 1}
 KEY = jax.random.key(0)
 TOKENS = np.arange(6).reshape(2, 3)

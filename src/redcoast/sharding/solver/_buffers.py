@@ -1,6 +1,6 @@
 """Buffers of a program, from the operation that writes them to the last one that reads them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -157,7 +157,7 @@ class Timeline:
     summed: set[ModelArray] = field(default_factory=set)
     complete: set[ModelArray] = field(default_factory=set)
     # The bytes of the gradients of all uses of an array of the model and of its slices.
-    of_uses: Counter[ModelArray] = field(default_factory=Counter)
+    of_uses: defaultdict[ModelArray, float] = field(default_factory=lambda: defaultdict(float))
     # Of values that were fused at first and are written later: their roots, and their own buffer.
     fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
     # The roots of values that are computed from one buffer, and are not what it contains.

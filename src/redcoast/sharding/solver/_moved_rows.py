@@ -95,7 +95,7 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
     if is_scan and move.after is not None:
         return _sent_for_batches(move, graph, batch)
     stays_split = batch.has(move.after)
-    if not batch.has(move.before):
+    if move.before is None or not batch.has(move.before):
         if not stays_split:
             return 0
         # A part of each device's cotangent belongs to an array that all have.

@@ -623,6 +623,20 @@ def test_an_update_of_another_shape_is_not_broadcast():
 
 
 @pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (lambda g, state: (None, state), "no update for .* layers/0/weight.*set_to_zero"),
+        (lambda g, state: (g, jnp.ones(2)), "shapes of the one before.*its root.*optimizer.init"),
+    ],
+)
+def test_updates_that_would_be_lost_raise(new, words):
+    """Only here: an array of another shape was broadcast to that of the state."""
+    optimizer = optax.GradientTransformation(lambda p: jnp.ones(1), lambda g, s, p=None: new(g, s))
+    with pytest.raises(ValueError, match=words):
+        eqx.filter_eval_shape(stepper(optimizer), start(optimizer), BATCH)
+
+
+@pytest.mark.parametrize(
     "model",
     [
         lambda model, opt: {"a": start(opt), "b": start(opt)},
@@ -751,6 +765,18 @@ def test_the_returned_model_must_keep_its_shapes():
 
     with pytest.raises(ValueError, match=r"float32\[33\] at layers/0/bias"):
         stepper(loss=loss)(start(), BATCH)
+
+
+def test_a_number_of_the_model_that_the_loss_changes_raises():
+    """Only here: the step returned the number that it had been given."""
+    model = {"net": make_model(), "count": 0}
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model["net"], batch, key)
+        return value, aux, {**model, "count": model["count"] + 1}
+
+    with pytest.raises(ValueError, match=r"has 1 at count, and was given 0.*`jnp.asarray\(0\)`"):
+        stepper(loss=loss)(start(model=model), BATCH)
 
 
 def test_state_is_created_sharded():

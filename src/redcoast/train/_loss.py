@@ -251,6 +251,15 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
                 f"The model that `loss_fn` returned has {_kind(new)} at {show_path(path)}, but was "
                 f"given {_kind(old)} there. Keep the shape and the dtype."
             )
+        # A compiled step has numbers of Python as constants, so that a new one would be lost.
+        # Booleans may differ: a loss may set `inference` of the layers that it calls.
+        is_number = isinstance(old, int | float | complex) and not isinstance(old, bool)
+        if is_number and new is not old and new != old:
+            raise ValueError(
+                f"The model that `loss_fn` returned has {new!r} at {show_path(path)}, and was "
+                f"given {old!r}. What changes from step to step must be an array, such as "
+                f"`jnp.asarray({old!r})`."
+            )
 
     def to_stored_dtype(new: PyTree, old: PyTree) -> PyTree:
         if not is_floating(old) or new.dtype == old.dtype:

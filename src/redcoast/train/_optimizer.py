@@ -172,11 +172,15 @@ def initial_hyperparameters(
 
 
 def _check_shapes(updates: PyTree, params: PyTree) -> None:
-    """Raises an error for updates that `optax.apply_updates` would broadcast."""
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        return  # `optax.apply_updates` accepts it or raises an error
+    """Raises an error for missing updates, and those that `optax.apply_updates` would broadcast."""
     shapes = _shapes(updates)
     for where, expected in _shapes(params).items():
+        if where not in shapes:
+            raise ValueError(
+                f"`optimizer` returned no update for the parameter at {where}. Return zeros for "
+                "parameters that do not change, as `optax.set_to_zero` does, or leave them out "
+                "with `trainable`."
+            )
         shape = shapes[where]
         if shape != expected:
             raise ValueError(

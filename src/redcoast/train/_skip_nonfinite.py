@@ -30,11 +30,13 @@ def guarded_update(
     """
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(grads, opt_state)
     old, structure = jax.tree.flatten(opt_state)
-    if jax.tree.structure(shapes[1]) != structure:
+    same = jax.tree.structure(shapes[1]) == structure
+    # A selection would broadcast arrays of other shapes.
+    if not same or list(map(jnp.shape, old)) != list(map(jnp.shape, jax.tree.leaves(shapes[1]))):
         raise ValueError(
-            "Each update of `optimizer` must return a state with the structure of the one before, "
-            f"but the new state {differences(opt_state, shapes[1])}. Create all of its arrays in "
-            "`optimizer.init`."
+            "Each update of `optimizer` must return a state with the structure and the shapes of "
+            f"the one before, but the new state {differences(opt_state, shapes[1])}. Create all of "
+            "its arrays in `optimizer.init`."
         )
     outputs = _evaluate(closed, [*jax.tree.leaves(grads), *old], old, finite)
     count = len(outputs) - len(old)

@@ -503,9 +503,9 @@ def test_a_chain_of_which_one_part_rejects_extra_arguments():
 def of_least_loss() -> Any:
     """A plain transformation with a number in its state, and an argument that optax has not."""
 
-    def update(grads, state, params=None, *, value):
+    def update(updates, state, params=None, *, value):
         least = jnp.minimum(state["least"], value)
-        return jax.tree.map(lambda g: -least * g, grads), {"least": least}
+        return jax.tree.map(lambda g: -least * g, updates), {"least": least}
 
     # Typed as optax calls it: with the three arguments of every transformation.
     as_optax: Any = update
@@ -631,7 +631,8 @@ def test_an_update_of_another_shape_is_not_broadcast():
 )
 def test_updates_that_would_be_lost_raise(new, words):
     """Only here: an array of another shape was broadcast to that of the state."""
-    optimizer = optax.GradientTransformation(lambda p: jnp.ones(1), lambda g, s, p=None: new(g, s))
+    update = lambda updates, state, params=None: new(updates, state)
+    optimizer = optax.GradientTransformation(lambda params: jnp.ones(1), update)
     with pytest.raises(ValueError, match=words):
         eqx.filter_eval_shape(stepper(optimizer), start(optimizer), BATCH)
 

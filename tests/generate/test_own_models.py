@@ -159,10 +159,10 @@ def test_lists_of_other_shapes_are_refused():
         ([], "so it is empty"),
         ([[]], "so it is empty"),
         ([1, 2], r"For one prompt, pass `\[tokens\]`"),
-        ([[1], np.array([1, 2])], "The rows of `tokens` have from 1 to 2 numbers"),
+        ([[1], np.array([1, 2])], "The rows of `tokens` have from 1 to 2 tokens"),
         ([["a"]], "or a list of rows of integers. Encode text"),
     ]:
         with pytest.raises((TypeError, ValueError), match=says):
             generate(Recurrent(), tokens, 3)
-    with pytest.raises(ValueError, match="The rows of `mask` have from 1 to 7 numbers"):
+    with pytest.raises(ValueError, match="The rows of `mask` have from 1 to 7 tokens"):
         generate(Recurrent(), LEFT, 3, mask=[[1], [1] * 7])

@@ -191,7 +191,11 @@ ROWS = {
     ],
     "log_probabilities": [
         (lambda d: rc.log_probabilities(llama(), np.ones(3, int)), ValueError, r"shape \(3,\)"),
-        (lambda d: rc.log_probabilities(llama(), [[1, 2]]), TypeError, "`tokens` is of type list"),
+        (
+            lambda d: rc.log_probabilities(llama(), [["a"]]),
+            TypeError,
+            "or a list of rows of integers",
+        ),
         (
             lambda d: rc.log_probabilities(
                 llama(), np.ones((1, 3), int), mask=np.ones((1, 1), bool)

@@ -142,8 +142,8 @@ def as_matrix(name: str, rows: Any) -> Any:
     lengths = sorted(set(map(len, rows)))
     if len(lengths) > 1:
         raise ValueError(
-            f"The rows of `{name}` have from {lengths[0]} to {lengths[-1]} numbers. Pad the rows "
-            "of `tokens` to one length, on either side, and pass a `mask` with 0 at the padding."
+            f"The rows of `{name}` have from {lengths[0]} to {lengths[-1]} tokens. Pad them to one "
+            "length, on either side, and pass a `mask` with 0 at the padding."
         )
     return np.array(rows).reshape(len(rows), lengths[0])
 

@@ -14,14 +14,14 @@ def check_arrays(**arrays: object) -> None:
         check_kind(name, x, (jax.Array, np.ndarray), "an array of JAX or NumPy")
 
 
-def check_factor(**options: int | float) -> None:
+def check_above_zero(**options: int | float) -> None:
     for name, value in options.items():
         check_number(name, value)
         if not 0 < value < np.inf:  # also for NaN
             raise ValueError(f"`{name}` is {value}, but must be positive and finite.")
 
 
-def check_weight(**options: int | float) -> None:
+def check_not_negative(**options: int | float) -> None:
     for name, value in options.items():
         check_number(name, value)
         if not 0 <= value < np.inf:  # also for NaN

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, PyTree, Real, Shaped
 
 from ..core._errors import check_integer, check_number
-from ._check_values import at_least_float32, check_arrays, check_weight
+from ._check_values import at_least_float32, check_arrays, check_not_negative
 from ._cross_entropy import mean_of_tokens
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
@@ -398,7 +398,7 @@ def _token_losses(
             f"{shape[:1]}, or for each token, {shape}."
         )
     below, above = _clip_bounds(clip)
-    check_weight(kl_weight=kl_weight)
+    check_not_negative(kl_weight=kl_weight)
     counts = mask.astype(bool)  # (batch, seq)
     # Masked before the exponential: what is masked may be infinite or NaN.
     new = jnp.where(counts, at_least_float32(log_probs), 0)

@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float, Integer, PyTree
 
 from ._check_values import (
     at_least_float32,
+    check_above_zero,
     check_arrays,
-    check_factor,
-    check_weight,
+    check_not_negative,
 )
 
 
@@ -62,8 +62,8 @@ def dpo(
         )
         ```
     """
-    check_factor(beta=beta)
-    check_weight(label_smoothing=label_smoothing)
+    check_above_zero(beta=beta)
+    check_not_negative(label_smoothing=label_smoothing)
     if label_smoothing >= 0.5:
         raise ValueError(
             f"`label_smoothing` is {label_smoothing}, but must be at least 0 and less than 0.5."
@@ -117,7 +117,7 @@ def ipo(
         )
         ```
     """
-    check_factor(beta=beta)
+    check_above_zero(beta=beta)
     margins = _margins(chosen, rejected, reference_chosen, reference_rejected)
     # A square has its minimum at a finite margin, while the loss of DPO falls with any larger one.
     return jnp.mean((margins - 1 / (2 * beta)) ** 2)
@@ -174,8 +174,8 @@ def kto(
         )
         ```
     """
-    check_factor(beta=beta)
-    check_weight(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_above_zero(beta=beta)
+    check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     _check_shapes(answers=answers, reference_answers=reference_answers, desirable=desirable)
     _check_shapes(unrelated=unrelated, reference_unrelated=reference_unrelated)
     # Labels of bad answers may be -1, which would be true.
@@ -224,7 +224,7 @@ def orpo(
         loss = orpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
         ```
     """
-    check_weight(weight=weight)
+    check_not_negative(weight=weight)
     _check_shapes(chosen=chosen, rejected=rejected)
     chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
     log_odds = (chosen - _log_complement(chosen)) - (rejected - _log_complement(rejected))
@@ -266,8 +266,8 @@ def simpo(
         loss = simpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
         ```
     """
-    check_factor(beta=beta)
-    check_weight(gamma=gamma)
+    check_above_zero(beta=beta)
+    check_not_negative(gamma=gamma)
     _check_shapes(chosen=chosen, rejected=rejected)
     return -jnp.mean(
         jax.nn.log_sigmoid(beta * (at_least_float32(chosen) - at_least_float32(rejected)) - gamma)

@@ -87,13 +87,13 @@ def test_a_recurrent_model_continues_padded_prompts_in_lists_of_rows():
 def test_rows_of_a_cache_are_gathered_by_its_take_alone(options, is_array):
     class Other(Recurrent):
         # An array has a `take` of its own, which would gather layers here.
-        def init_cache(self, batch, length):
+        def init_cache(self, batch, length) -> Any:
             cache = super().init_cache(batch, length)
             if is_array:
                 return cache[0][None]
             return cache
 
-        def decode(self, tokens, cache, mask=None):
+        def decode(self, tokens, cache, mask=None) -> Any:
             hidden, cache = super().decode(tokens, (cache[0],), mask)
             if is_array:
                 return hidden, cache[0][None]

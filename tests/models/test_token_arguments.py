@@ -10,7 +10,7 @@ import pytest
 from redcoast import models
 
 SIZES: dict[str, Any] = {"vocab": 11, "width": 8, "layers": 1, "heads": 2}
-DECODER, ENCODER = {**SIZES, "hidden": 12}, {**SIZES, "hidden": 12, "decoder_layers": 1}
+DECODER: dict[str, Any] = {**SIZES, "hidden": 12}
 KEY = jax.random.key(0)
 TOKENS = np.arange(6).reshape(2, 3)
 OF = "have the same shape, or one row for all"
@@ -50,7 +50,7 @@ def test_tokens_are_a_matrix_of_integers_and_masks_have_their_shape(model):
 
 @pytest.mark.usefixtures("no_annotations")
 def test_segments_positions_and_the_decoders_arrays_are_named():
-    pair = models.T5(models.T5Config(**ENCODER, head_size=4), key=KEY)
+    pair = models.T5(models.T5Config(**DECODER, decoder_layers=1, head_size=4), key=KEY)
     with pytest.raises(ValueError, match=f"`decoder_tokens` has dtype float64 .*{MATRIX}"):
         pair(TOKENS, TOKENS.astype(float))
     with pytest.raises(ValueError, match=f"`decoder_mask` has shape .*{OF}"):

@@ -53,24 +53,29 @@ class Recurrent(eqx.Module):
         return hidden @ self.embed.T
 
 
+def new(kind: Any) -> Any:
+    """A model of a subclass, which has the initialisation of `Recurrent`."""
+    return kind()
+
+
 def expected(rows, count):
     """Greedy tokens of all of a row, computed anew for each token."""
-    new = []
+    all_tokens = []
     model = Recurrent()
     for row in rows:
         tokens = list(row)
         for _ in range(count):
             logits = model.unembed(model.hidden(jnp.array([tokens])))[0, -1]
             tokens.append(int(jnp.argmax(logits)))
-        new.append(tokens[len(row) :])
-    return np.array(new)
+        all_tokens.append(tokens[len(row) :])
+    return np.array(all_tokens)
 
 
 def test_a_recurrent_model_continues_padded_prompts_in_lists_of_rows():
-    new = expected(ROWS, 4)
-    lists: Any = RIGHT.tolist(), [row.astype(bool) for row in RIGHT_MASK]
+    greedy = expected(ROWS, 4)
+    lists = RIGHT.tolist(), [row.astype(bool) for row in RIGHT_MASK]
     for tokens, mask in ((LEFT, LEFT_MASK), lists):
-        np.testing.assert_array_equal(generate(Recurrent(), tokens, 4, mask=mask), new)
+        np.testing.assert_array_equal(generate(Recurrent(), tokens, 4, mask=mask), greedy)
         scores = log_probabilities(Recurrent(), tokens, mask=mask)
         assert np.count_nonzero(scores) == LEFT_MASK.sum() - len(ROWS)
 
@@ -99,9 +104,8 @@ def test_rows_of_a_cache_are_gathered_by_its_take_alone(options, is_array):
                 return hidden, cache[0][None]
             return hidden, cache
 
-    make: Any = Other
     with pytest.raises(TypeError, match=r"rows cannot be gathered.* a method `take\(rows\)`"):
-        generate(make(), LEFT, 3, mask=LEFT_MASK, **options)
+        generate(new(Other), LEFT, 3, mask=LEFT_MASK, **options)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +126,7 @@ def test_what_decode_returns_is_checked(returns, says, traced):
         def decode(self, tokens, cache, mask=None):
             return returns(*super().decode(tokens, cache, mask))
 
-    make: Any = Wrong
-    run = lambda tokens: generate(make(), tokens, 3)
+    run = lambda tokens: generate(new(Wrong), tokens, 3)
     if traced:
         run = jax.jit(run)
     with pytest.raises((TypeError, ValueError), match=f"`decode` of a Wrong .*{says}"):
@@ -135,9 +138,8 @@ def test_what_unembed_returns_is_checked():
         def unembed(self, hidden):
             return hidden[:, -1] @ self.embed.T
 
-    make: Any = OfLast
     with pytest.raises(ValueError, match=r"`unembed` of a OfLast returned .* shape \(4, 11\)"):
-        generate(make(), LEFT, 3)
+        generate(new(OfLast), LEFT, 3)
 
 
 def test_any_temperature_that_is_not_refused_is_a_temperature():

@@ -323,6 +323,6 @@ def _is_fast(node: ast.stmt) -> bool:
     return True
 
 
-started = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-if started.parent.resolve() == Path(__file__).parent.resolve():
-    read_early(started)
+started = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+if started and Path(started).parent.resolve() == Path(__file__).parent.resolve():
+    read_early(Path(started))

@@ -47,6 +47,11 @@ def whitened(h):
     return h + jax.scipy.linalg.solve_triangular(root, rows, lower=True)[:, None]
 
 
+def shuffled(h):
+    """The numbers of all rows, in an order that the program draws."""
+    return jax.random.permutation(jax.random.key(0), len(h))
+
+
 MOVES = {
     "halves": lambda h: h[:16] * h[16:],
     "concatenated": lambda h: jnp.concatenate([h, jnp.sin(h)]),
@@ -59,6 +64,9 @@ MOVES = {
     "transformed": lambda h: jnp.abs(jnp.fft.fft(h, axis=0)),
     "the first": lambda h: h + h[:1],
     "whitened": whitened,
+    "added to others": lambda h: h.at[shuffled(h)].add(h),
+    "a little added to others": lambda h: h.at[shuffled(h), 0].add(h[:, 1]),
+    "a little of others": lambda h: h + h[shuffled(h), 0][:, None],
 }
 
 

@@ -192,19 +192,27 @@ class _OverBatch:
 
     def _addition_to_rows(self, summed: PartialSum) -> Iterator[PlannedCollective]:
         """A sum that adds rows of the batch to others, as messages at the nodes of a graph."""
-        rows = self._rows(summed.preceding)
-        if summed.backward or not rows or self.graph.sizes[summed.node] in rows:
-            return
         rule = self.graph.rule_at(summed.source)
+        if summed.backward or not any(map(self.batch.has, summed.preceding)):
+            return
         if rule.writes is None or not rule.sums:
             return
-        # Each device adds its own rows to all others, and XLA all-reduces the result. The cotangent
-        # of the result is all-gathered.
-        value = summed.value
+        value, (operand, indices, added) = summed.value, summed.source[-1].invars
         devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
-        size = value.bytes * summed.times / others
-        sent = self._sum(devices, size, self.batch.splits_alike(summed.node, value.dims))
-        sent += value.grad * all_gather(devices, size)
+        size, of_added = value.bytes * summed.times / others, atom_bytes(added) / others
+        if atom_bytes(added) < atom_bytes(operand):
+            # All rows that are added are gathered, with their indices. Their cotangents are looked
+            # up among all rows.
+            sent = all_gather(devices, of_added + atom_bytes(indices))
+            sent += value.grad * all_reduce(devices, of_added)
+            sent *= summed.times
+        else:
+            # Each device adds its own rows to all others, and XLA all-reduces the result. The
+            # cotangent of the result is all-gathered.
+            sent = self._sum(devices, size, self.batch.splits_alike(summed.node, value.dims))
+            sent += value.grad * all_gather(devices, size)
+            if not self.graph.created.issuperset(filter(self.batch.has, summed.preceding)):
+                sent += all_gather(devices, size)  # what they are added to
         yield PlannedCollective("by index", sent, value.dims, summed.source)
 
     def _sums(self, sums: Iterable[PartialSum]) -> Iterator[PlannedCollective]:
@@ -280,33 +288,30 @@ class _OverBatch:
         return size * summed.times / others
 
     def _looks_up_other_rows(self, summed: PartialSum) -> bool:
-        """Whether devices look up other rows of the batch, as those of nodes at edges of a graph.
-
-        Rows that look up an element of as many rows, as of their label, look up in themselves.
-        """
-        rows = self._rows(summed.value.dims)
-        if not rows or not self.graph.rule_at(summed.source).is_lookup:
-            return False
-        table = summed.source[-1].invars[0]
-        return self.graph.sizes[summed.node] not in rows or summed.value.bytes == atom_bytes(table)
+        """Whether devices look up rows of the batch, as those of nodes at edges of a graph."""
+        has_rows = any(map(self.batch.has, summed.value.dims))
+        return has_rows and self.graph.rule_at(summed.source).is_lookup
 
     def _lookup(self, summed: PartialSum, *, is_first: bool) -> PlannedCollective:
         """An array is all-gathered for all lookups in it, and its cotangent is summed.
 
-        XLA alone, for rows of a batch, sums the cotangent of each lookup over devices.
+        XLA alone, for rows of a batch, sums the cotangent of each lookup over devices. If less is
+        looked up than there is, it sums what each device finds, and gathers cotangents and indices.
         """
-        value = summed.value
+        value, (table, indices, *_) = summed.value, summed.source[-1].invars
         devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
-        size, sent = atom_bytes(summed.source[-1].invars[0]) * summed.times / others, 0.0
+        size, sent = atom_bytes(table) * summed.times / others, 0.0
+        if value.bytes < atom_bytes(table) and not self.batch.splits_examples:
+            of_result = value.bytes / others
+            sent = all_reduce(devices, of_result)
+            sent += value.grad * all_gather(devices, of_result + atom_bytes(indices))
+            sent *= summed.times
+            return PlannedCollective("by index", sent, value.dims, summed.source)
         if is_first:
             sent += all_gather(devices, size)
         if value.grad and (is_first or not self.batch.splits_examples):
             sent += self._sum(devices, size, True)
         return PlannedCollective("by index", sent, value.dims, summed.source)
-
-    def _rows(self, dims: Iterable[int]) -> list[int]:
-        """The sizes of those dimensions that are of the batch."""
-        return [self.graph.sizes[node] for node in dims if self.batch.has(node)]
 
     @cached_property
     def _products(self) -> dict[SourcePath, _Product]:

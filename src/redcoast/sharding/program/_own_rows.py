@@ -163,8 +163,8 @@ def _batched(equation: JaxprEqn, known: _Known) -> list[JaxprEqn]:
     others: dict[int, Atom] = {}
     for d, part in zip(map(index, indexed), join.invars, strict=True):
         along = known.dim(part)
-        is_taken = along in rows.values() or d not in removed
-        if along is not None and not is_taken and shape_of(part)[along] == shape_of(operand)[d]:
+        is_free = along not in rows.values() and d in removed
+        if along is not None and is_free and shape_of(part)[along] == shape_of(operand)[d]:
             rows[d] = along
         else:
             others[d] = part

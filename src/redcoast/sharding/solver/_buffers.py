@@ -1,6 +1,6 @@
 """Buffers of a program, from the operation that writes them to the last one that reads them."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -157,7 +157,7 @@ class Timeline:
     summed: set[ModelArray] = field(default_factory=set)
     complete: set[ModelArray] = field(default_factory=set)
     # The bytes of the gradients of all uses of an array of the model and of its slices.
-    of_uses: defaultdict[ModelArray, float] = field(default_factory=lambda: defaultdict(float))
+    of_uses: dict[ModelArray, int | float] = field(default_factory=dict)
     # Of values that were fused at first and are written later: their roots, and their own buffer.
     fused: dict[int, tuple[Roots, Roots]] = field(default_factory=dict)
     # The roots of values that are computed from one buffer, and are not what it contains.
@@ -257,7 +257,7 @@ class Timeline:
         The gradients of slices take as much together as that of the array, which is written with
         the first, until there are more of them.
         """
-        self.of_uses[parameter] += size
+        self.of_uses[parameter] = size + self.of_uses.get(parameter, 0)
         if parameter not in self.summed:
             self.add_gradient(parameter, source)
         elif self.of_uses[parameter] > parameter.local:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from redcoast import Chip
 from redcoast.dryrun._efficiencies import Efficiencies
 from redcoast.dryrun._step_time import estimate_step_time, show_step_time
+from redcoast.dryrun.hlo import collectives
 from redcoast.dryrun.hlo._events import Done, Event, Loop, Start, Transfer, read_schedule
 from redcoast.dryrun.hlo._kernels import KernelWork
 from redcoast.models._tpu_attention import attend_in_splash
@@ -283,6 +284,27 @@ def test_a_collective_that_a_tpu_spreads_over_several_fusions():
     assert start == Start("channel 1", Transfer("all-gather", ("fsdp",), 3 * 4 * 4 * 16, 4))
     assert product == KernelWork("m", "product", (("f32", 2 * 8 * 8 * 16),), 4 * 8 * 16)
     assert done == Done("channel 1")
+
+
+SLICES = """
+  %half = f32[16]{0} bitcast(%w)
+  %token = token[] after-all()
+  %out = (f32[16]{0}, u32[], token[]) send(%half, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1,2,3}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %in = (f32[16]{0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent = token[] send-done(%out), channel_id=2
+  %received = (f32[16]{0}, token[]) recv-done(%in), channel_id=1
+  %whole = f32[16,16]{1,0} all-gather(%w), channel_id=3, replica_groups={{0,1,2,3}}, use_global_device_ids=true, dimensions={0}
+  ROOT %y = f32[8,16]{1,0} bitcast(%x)"""  # noqa: E501
+
+
+def test_slices_send_through_their_hosts():
+    """The program is that of one of three slices, which have four devices each."""
+    mesh = {"data": 3, "fsdp": 4, "model": 1}
+    between = Transfer("all-reduce", ("data",), 2 * 4 * 16 * 2 // 3 + 1, 3)
+    inside = Transfer("all-gather", ("fsdp",), 3 * 4 * 4 * 16, 4)
+    found = read_schedule(program(SLICES), mesh)
+    assert found == (Start("out", between), Done("out"), Done("in"), inside)
+    assert [each.axes for each in collectives(program(SLICES), mesh)] == [("data",), ("fsdp",)]
 
 
 BRANCHES = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -156,3 +157,17 @@ def test_the_peak_is_what_the_compiler_accepts():
     lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": str(peak + 32)})
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         lowered.compile(compiler_options={"xla_tpu_max_hbm_size_mib": str(peak - 32)})
+
+
+def test_slices_send_gradients_through_their_hosts():
+    """The program is that of one slice. Each device sends its part of the gradient once."""
+    model = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
+    mesh = {"data": 2, "fsdp": 4}
+    run = rc.dry_run(model, loss_fn, batch, optax.sgd(0.1), target="v5e:2x2x2", mesh=mesh)
+    between = sum(row["bytes"] for row in run.traffic if row["axis"] == "data")
+    gradient = 4 * 512 * 512 // 4
+    assert gradient <= between < 1.01 * gradient
+    assert run.step is not None
+    assert run.step.exposed["data"] > 0

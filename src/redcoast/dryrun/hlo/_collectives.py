@@ -1,9 +1,14 @@
-"""Reads the collectives of a compiled program from its HLO text."""
+"""Reads the collectives of a compiled program from its HLO text.
 
+The program of several slices of TPUs is that of one of them. What it exchanges with the others is a
+`send` to its host, which names the kind of the collective.
+"""
+
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import gcd, prod
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -40,6 +45,14 @@ _SENT: dict[str, Callable[[int, int], int]] = {
 }
 # Kinds whose groups may number replicas instead of partitions.
 _OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_KINDS_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 INCONSISTENT = (
     "The HLO text is inconsistent: an instruction refers to a missing operand, or a computation "
     "calls itself. Pass the complete text of one compiled program."
@@ -69,10 +82,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class PartitionedProgram:
-    """A parsed program for the devices of a mesh."""
+    """A parsed program for the devices of a mesh, or of one of its slices."""
 
     module: Module
-    axes: tuple[tuple[str, int], ...]  # names and sizes
+    axes: tuple[tuple[str, int], ...]  # names and sizes, inside of a slice
+    between: tuple[str, ...]  # the axes along which slices differ
+    slices: int
     carries: Callable[[str], bool]  # whether a computation contains or calls collectives
     frames_of: Callable[[str], list[Frame]]  # the lines of an instruction's attributes
 
@@ -92,7 +107,7 @@ def collectives(
     compiler does not provide it.
     """
     program = read_program(hlo_text, mesh)
-    if program.module.replicas * program.module.partitions == 1:
+    if program.slices * program.module.replicas * program.module.partitions == 1:
         return []  # A program for one device communicates nothing, whatever the mesh.
     module = program.module
     try:
@@ -122,6 +137,16 @@ def read_program(
             "`jax.jit`."
         )
     devices = module.replicas * module.partitions
+    slices, between = 1, list[str]()
+    if _BETWEEN_SLICES.search(hlo_text):
+        slices = max(1, prod(axes.values()) // devices)
+        outside = slices
+        # The first axes of a mesh are those between slices.
+        for axis, size in axes.items():
+            shared = gcd(size, outside)
+            axes[axis], outside = size // shared, outside // shared
+            if shared > 1:
+                between.append(axis)
     if devices > 1 and devices != prod(axes.values()):
         sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise ValueError(
@@ -136,7 +161,14 @@ def read_program(
                 return True
         return False
 
-    return PartitionedProgram(module, tuple(axes.items()), carries, read_frames(hlo_text))
+    return PartitionedProgram(
+        module=module,
+        axes=tuple(axes.items()),
+        between=tuple(between),
+        slices=slices,
+        carries=carries,
+        frames_of=read_frames(hlo_text),
+    )
 
 
 def sent_bytes(of_program: Sequence[Collective]) -> int:
@@ -148,6 +180,8 @@ def collective_kind(instruction: Instruction) -> str | None:
     kind = instruction.opcode.removesuffix("-start")
     if kind in _SENT:
         return kind
+    if kind == "send" and (transfer := _BETWEEN_SLICES.search(instruction.rest)):
+        return _KINDS_BETWEEN_SLICES.get(transfer[1])
     return None
 
 
@@ -219,6 +253,8 @@ def collectives_of(
     arrays = operands(instruction)
     if kind == "ragged-all-to-all":
         arrays = arrays[:1]  # The other operands are the output buffer, offsets and sizes.
+    if instruction.opcode == "send":
+        arrays = arrays[:1]  # The other operand is a token.
     # Bytes of all operands: combined collectives have several.
     operand = sum(size_in_bytes(lookup(scope.computation, name).shape) for name in arrays)
     axes, size = _partners(program, instruction, kind)
@@ -268,6 +304,8 @@ def _partners(
     program: PartitionedProgram, instruction: Instruction, kind: str
 ) -> tuple[tuple[str, ...], int]:
     """The mesh axes that a collective spans, and the number of devices in a group."""
+    if instruction.opcode == "send":
+        return program.between, program.slices
     text = attributes(instruction)
     groups = written_groups(text)
     if program.module.replicas == 1:

@@ -187,7 +187,7 @@ def _plain(
     if collective_kind(instruction) is not None:
         for each in collectives_of(program, scope, instruction, None):
             event: Event = _transfer(each)
-            if instruction.opcode.endswith("-start"):
+            if instruction.opcode.endswith("-start") or instruction.opcode == "send":
                 event = Start(instruction.name, event)
             yield event
         return

@@ -28,7 +28,7 @@ KernelKind = Literal["product", "attention", "other"]
 _FREE = frozenset(
     """
     parameter get-tuple-element tuple constant bitcast after-all partition-id replica-id iota
-    opt-barrier add-dependency domain get-dimension-size rng-get-and-update-state
+    opt-barrier add-dependency domain get-dimension-size rng-get-and-update-state recv
     """.split()  # noqa: SIM905
 )
 # Calls by which the TPU compiler allocates memory or names parts of it.

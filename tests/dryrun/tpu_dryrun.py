@@ -20,6 +20,7 @@ from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._links import axis_bandwidths
 from redcoast.dryrun._target_name import parse_target
 from redcoast.dryrun.hlo import peak_bytes
+from redcoast.train._compiler_options import compiler_options_for
 
 SMALLEST = {"v4": "2x2x1", "v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1", "tpu7x": "2x2x1"}
 LARGER = ("v4:2x2x2", "v4:4x4x4", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v5p:2x2x2", "v6e:4x4")
@@ -171,3 +172,10 @@ def test_slices_send_gradients_through_their_hosts():
     assert gradient <= between < 1.01 * gradient
     assert run.step is not None
     assert run.step.exposed["data"] > 0
+
+
+def test_values_of_options_that_the_compiler_cannot_read():
+    mesh = place_of(parse_target("v4:2x2x1")).mesh({"data": 4})
+    options = {"xla_tpu_nothing": 1, "xla_tpu_enable_latency_hiding_scheduler": "maybe"}
+    with pytest.raises(ValueError, match="refuses xla_tpu_enable_latency_hiding_scheduler='maybe'"):
+        compiler_options_for(mesh, options)

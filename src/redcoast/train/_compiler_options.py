@@ -106,6 +106,10 @@ def _known_options(device: Any, options: Options) -> Options:
     return tuple(known)
 
 
+# What the compilers say about an unknown option and about a value; the last is the TPU's.
+_ABOUT_OPTIONS = ("compile option", "setting option", "into flag")
+
+
 def _refusal(device: Any, options: Options) -> str | None:
     """The compiler's error about options, if there is one."""
     # Options are checked by the compiler itself, which has no function that lists them.
@@ -115,7 +119,7 @@ def _refusal(device: Any, options: Options) -> str | None:
         jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=settings)
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error)
-        if "compile option" in refusal or "setting option" in refusal:
+        if any(phrase in refusal for phrase in _ABOUT_OPTIONS):
             return refusal
     return None
 

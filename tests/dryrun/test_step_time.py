@@ -2,7 +2,6 @@
 computed by hand."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -327,8 +326,10 @@ def test_the_branch_with_the_most_work_is_timed_and_not_that_with_the_most_kerne
     body = """
   %i = s32[] constant(0)
   ROOT %y = f32[8,16]{1,0} conditional(%i, %x, %x), branch_computations={%small, %large}"""
-    kernels: Any = read_schedule(program(body, BRANCHES), MESH)
-    assert [kernel.name for kernel in kernels] == ["row", "product"]
+    row, product = read_schedule(program(body, BRANCHES), MESH)
+    assert isinstance(row, KernelWork)
+    assert isinstance(product, KernelWork)
+    assert (row.name, product.name) == ("row", "product")
 
 
 def test_copies_to_the_host_run_beside_kernels():

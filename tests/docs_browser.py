@@ -120,11 +120,11 @@ def looked_at(chrome: webdriver.Chrome, url: str, width: int, picture: Path) -> 
     """What is cut off on a page of this width, and a picture of the page."""
     screen(chrome, width, 900)
     chrome.get(url)
-    found = chrome.execute_script(CUT_OFF)
-    screen(chrome, width, min(found["height"], 6000))
+    actual = chrome.execute_script(CUT_OFF)
+    screen(chrome, width, min(actual["height"], 6000))
     picture.parent.mkdir(parents=True, exist_ok=True)
     chrome.save_screenshot(str(picture))
-    return found
+    return actual
 
 
 def first_result(chrome: webdriver.Chrome, url: str, query: str) -> str:
@@ -132,8 +132,8 @@ def first_result(chrome: webdriver.Chrome, url: str, query: str) -> str:
     screen(chrome, WIDE, 900)
     chrome.get(f"{url}/?q={quote(query)}")
     link = ".md-search-result__item a"
-    found = WebDriverWait(chrome, 30).until(lambda x: x.find_elements(By.CSS_SELECTOR, link))
-    address = str(found[0].get_attribute("href"))
+    actual = WebDriverWait(chrome, 30).until(lambda x: x.find_elements(By.CSS_SELECTOR, link))
+    address = str(actual[0].get_attribute("href"))
     return urlsplit(address).path.removeprefix("/")
 
 
@@ -146,12 +146,12 @@ def unreadable(url: str, paths: list[str], pictures: Path) -> list[str]:
         for path in paths:
             screen(chrome, WIDE, 900)
             chrome.get(f"{url}/{path}")
-            found = chrome.execute_script(DARK_PICTURES)
-            count += found["pictures"]
-            faults += [f"{path or 'home'}: {x} is dark on dark" for x in found["unreadable"]]
-            if not found["dark"]:
+            actual = chrome.execute_script(DARK_PICTURES)
+            count += actual["pictures"]
+            faults += [f"{path or 'home'}: {x} is dark on dark" for x in actual["unreadable"]]
+            if not actual["dark"]:
                 faults.append(f"{path or 'home'} is not dark in the dark scheme")
-            if found["pictures"]:
+            if actual["pictures"]:
                 looked_at(chrome, f"{url}/{path}", WIDE, pictures / f"{named(path)}_dark.png")
     print(f"dark: {len(faults)} of {count} pictures cannot be read")
     return faults
@@ -163,8 +163,8 @@ def named(path: str) -> str:
 
 def pages(site: Path) -> list[str]:
     """The paths of the pages, such as `sharding/`."""
-    found = sorted(path.relative_to(site).parent for path in site.rglob("index.html"))
-    return ["" if path == Path() else f"{path.as_posix()}/" for path in found]
+    actual = sorted(path.relative_to(site).parent for path in site.rglob("index.html"))
+    return ["" if path == Path() else f"{path.as_posix()}/" for path in actual]
 
 
 def main(
@@ -185,22 +185,22 @@ def main(
             total = {"blocks": 0, "tables": 0, "cut_blocks": 0, "cut_tables": 0}
             for path in page or pages(site):
                 picture = pictures / f"{named(path)}_{width}.png"
-                found = looked_at(chrome, f"{url}/{path}", width, picture)
-                total["blocks"] += found["blocks"]
-                total["tables"] += found["tables"]
+                actual = looked_at(chrome, f"{url}/{path}", width, picture)
+                total["blocks"] += actual["blocks"]
+                total["tables"] += actual["tables"]
                 for kind in ("cut_blocks", "cut_tables"):
-                    total[kind] += len(found[kind])
+                    total[kind] += len(actual[kind])
                     if width == WIDE:
-                        faults += [f"{path or 'home'}: {text!r}" for text in found[kind]]
-                if found["page"] > width:
-                    faults.append(f"{path or 'home'} is {found['page']} pixels wide on {width}")
+                        faults += [f"{path or 'home'}: {text!r}" for text in actual[kind]]
+                if actual["page"] > width:
+                    faults.append(f"{path or 'home'} is {actual['page']} pixels wide on {width}")
             print(
                 f"{width} pixels: {total['cut_blocks']} of {total['blocks']} code blocks and "
                 f"{total['cut_tables']} of {total['tables']} tables are wider than their box"
             )
         for query, path in () if page else SEARCHES.items():
-            if (found := first_result(chrome, url, query)) != path:
-                faults.append(f"The search for {query!r} finds {found or 'home'}, not {path}")
+            if (actual := first_result(chrome, url, query)) != path:
+                faults.append(f"The search for {query!r} finds {actual or 'home'}, not {path}")
         faults += unreadable(url, list(page or pages(site)), pictures)
     if faults:
         raise SystemExit("\n".join(["Wider than the screen, or not found:", *faults]))

@@ -84,6 +84,6 @@ def _changelog(version: str, address: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = problems(Path(sys.argv[1]), final="--final" in sys.argv)
-    print(*(found or ["The wheel and the sdist can be published."]), sep="\n")
-    sys.exit(bool(found))
+    actual = problems(Path(sys.argv[1]), final="--final" in sys.argv)
+    print(*(actual or ["The wheel and the sdist can be published."]), sep="\n")
+    sys.exit(bool(actual))

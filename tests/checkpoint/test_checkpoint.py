@@ -52,13 +52,13 @@ def test_a_checkpoint_of_one_mesh_restores_on_any_other(tmp_path_factory, sizes)
     rc.save_checkpoint(path, state)
     shardings = rc.infer_shardings(state, rc.make_mesh(**sizes))
     abstract = eqx.filter_eval_shape(make_state)
-    found = rc.load_checkpoint(path, abstract, shardings=shardings)
-    assert_same(found, state)
-    ours, theirs = (np.asarray(jax.random.key_data(x.key)) for x in (found, state))
+    actual = rc.load_checkpoint(path, abstract, shardings=shardings)
+    assert_same(actual, state)
+    ours, theirs = (np.asarray(jax.random.key_data(x.key)) for x in (actual, state))
     np.testing.assert_array_equal(ours, theirs)
-    assert found.model.activation is state.model.activation
+    assert actual.model.activation is state.model.activation
     for x, sharding in zip(
-        jax.tree.leaves(eqx.filter(found, eqx.is_array)), jax.tree.leaves(shardings), strict=True
+        jax.tree.leaves(eqx.filter(actual, eqx.is_array)), jax.tree.leaves(shardings), strict=True
     ):
         assert x.sharding == sharding
 
@@ -66,8 +66,8 @@ def test_a_checkpoint_of_one_mesh_restores_on_any_other(tmp_path_factory, sizes)
 def test_arrays_have_the_shardings_of_like(tmp_path):
     state = split_state(make_state(), data=2, model=4)
     rc.save_checkpoint(tmp_path / "a", state)
-    found = rc.load_checkpoint(tmp_path / "a", state)
-    weight = found.model.layers[0].weight
+    actual = rc.load_checkpoint(tmp_path / "a", state)
+    weight = actual.model.layers[0].weight
     assert weight.sharding == state.model.layers[0].weight.sharding
     assert not weight.is_fully_replicated
     numpy = jax.tree.map(np.asarray, {"w": weight})
@@ -210,9 +210,9 @@ def test_checkpoints_are_never_overwritten(tmp_path):
 )
 def test_all_kinds_of_trees(tmp_path, tree):
     rc.save_checkpoint(tmp_path / "a", tree)
-    found = rc.load_checkpoint(tmp_path / "a", tree)
-    assert jax.tree.structure(found) == jax.tree.structure(tree)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+    actual = rc.load_checkpoint(tmp_path / "a", tree)
+    assert jax.tree.structure(actual) == jax.tree.structure(tree)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(tree), strict=True):
         assert x.dtype == y.dtype
         assert bool(jnp.all(x == y))
 

@@ -236,8 +236,8 @@ def test_checkpoints_of_older_versions_have_no_checksums(copy):
 def test_parts_together_read_all(copy):
     file = max(files(copy), key=lambda p: p.stat().st_size)
     flip(file, 100)
-    found = [find_damage(copy, part=part, parts=3) for part in range(3)]
-    assert [problem for problem in found if problem] == [find_damage(copy)]
+    actual = [find_damage(copy, part=part, parts=3) for part in range(3)]
+    assert [problem for problem in actual if problem] == [find_damage(copy)]
     file.unlink()
     assert all("missing" in (find_damage(copy, part=part, parts=3) or "") for part in range(3))
 
@@ -272,10 +272,10 @@ def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path, caplog, ha
     like = {"x": jnp.zeros(9)}
     for step in (2, 3):
         harm(checkpoints.path / str(step))
-    found = restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
-    assert found is not None
-    assert found[1]["step"] == 1
-    np.testing.assert_array_equal(found[0]["x"], np.full(9, 1.0))
+    actual = restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
+    assert actual is not None
+    assert actual[1]["step"] == 1
+    np.testing.assert_array_equal(actual[0]["x"], np.full(9, 1.0))
     assert [r.levelname for r in caplog.records] == ["WARNING"] * 4
     for step in (2, 3):
         path = checkpoints.path / str(step)
@@ -289,9 +289,9 @@ def test_earlier_damaged_checkpoints_are_kept(tmp_path):
     like = {"x": jnp.zeros(9)}
     (checkpoints.path / "3.damaged").mkdir()
     flip(array_file(checkpoints.path / "3"), 40)
-    found = restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
-    assert found is not None
-    assert found[1]["step"] == 2
+    actual = restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
+    assert actual is not None
+    assert actual[1]["step"] == 2
     assert not list((checkpoints.path / "3.damaged").iterdir())
     assert list((checkpoints.path / "3.damaged1").iterdir())
 

@@ -76,9 +76,9 @@ def failures(caplog):
 
 
 def newest(disk):
-    (found,) = [p for p in (disk / "checkpoints").iterdir() if p.name.isdigit()]
+    (actual,) = [p for p in (disk / "checkpoints").iterdir() if p.name.isdigit()]
     like = rc.init_state(lambda key: make_model(width=64), OPTIMIZER, key=jax.random.key(0))
-    return found.name, rc.load_checkpoint(found, like)
+    return actual.name, rc.load_checkpoint(actual, like)
 
 
 def test_saving_resumes_when_there_is_space(disk, caplog):

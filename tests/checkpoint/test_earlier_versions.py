@@ -38,8 +38,8 @@ def test_a_run_of_an_earlier_version_is_restored_bit_for_bit_and_resumed(tmp_pat
     state = rc.load_checkpoint(tmp_path / "run" / "checkpoints" / "3", create())
     with np.load(tmp_path / "at3.npz") as file:
         saved = dict(file)
-    found = eqx.filter((state.model, state.opt_state), eqx.is_array)
-    for path, x in jax.tree_util.tree_leaves_with_path(found):
+    actual = eqx.filter((state.model, state.opt_state), eqx.is_array)
+    for path, x in jax.tree_util.tree_leaves_with_path(actual):
         name = jax.tree_util.keystr(path, simple=True, separator="|")
         np.testing.assert_array_equal(np.asarray(x), saved[name], err_msg=name)
     lines = []

@@ -80,8 +80,8 @@ def test_a_save_contains_the_state_at_the_time_of_the_call(tmp_path, monkeypatch
         saver.save(1, state, {"metrics": {}})
         for _ in range(3):
             state = step(state)
-    found = rc.load_checkpoint(tmp_path / "checkpoints" / "1")
-    assert all((x == 3).all() for x in jax.tree.leaves(found))
+    actual = rc.load_checkpoint(tmp_path / "checkpoints" / "1")
+    assert all((x == 3).all() for x in jax.tree.leaves(actual))
 
 
 def test_the_loop_does_not_wait_for_orbax(tmp_path, monkeypatch):

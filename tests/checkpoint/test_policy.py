@@ -17,9 +17,9 @@ SHARDINGS = rc.infer_shardings(tree(0), rc.make_mesh())
 
 
 def restore(checkpoints):
-    found = restore_newest(checkpoints, tree(0), SHARDINGS)
-    assert found is not None
-    return found
+    actual = restore_newest(checkpoints, tree(0), SHARDINGS)
+    assert actual is not None
+    return actual
 
 
 def save(checkpoints, values):
@@ -70,8 +70,8 @@ def test_the_newest_is_restored_with_its_metadata(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, keep=2)
     assert restore_newest(checkpoints, tree(0), SHARDINGS) is None
     save(checkpoints, {1: 3.0, 2: 1.0})
-    found, metadata = restore(checkpoints)
-    np.testing.assert_array_equal(found["x"], np.full(3, 2.0))
+    actual, metadata = restore(checkpoints)
+    np.testing.assert_array_equal(actual["x"], np.full(3, 2.0))
     assert metadata == {"step": 2, "metrics": {"loss": 1.0}}
 
 
@@ -80,9 +80,9 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, ca
     save(checkpoints, {1: None, 2: None, 3: None})
     (checkpoints.path / "3" / "metadata" / "metadata").write_text("{")
     (checkpoints.path / "2" / "state" / "_METADATA").unlink()
-    found, metadata = restore(checkpoints)
+    actual, metadata = restore(checkpoints)
     assert metadata["step"] == 1
-    np.testing.assert_array_equal(found["x"], np.full(3, 1.0))
+    np.testing.assert_array_equal(actual["x"], np.full(3, 1.0))
     assert "3 is damaged" in caplog.text
     assert (checkpoints.path / "3.damaged").is_dir()
     save(checkpoints, {2: None, 3: None})  # these steps can be saved again

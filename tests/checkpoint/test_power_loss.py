@@ -29,16 +29,16 @@ class Disk:
 
         def recorded(descriptor):
             fsync(descriptor)
-            found = os.fstat(descriptor)
+            actual = os.fstat(descriptor)
             # A new file may have the number of one that was deleted.
-            self._files.pop(found.st_ino, None)
-            self._names.pop(found.st_ino, None)
-            if stat.S_ISDIR(found.st_mode):
+            self._files.pop(actual.st_ino, None)
+            self._names.pop(actual.st_ino, None)
+            if stat.S_ISDIR(actual.st_mode):
                 names = os.listdir(descriptor)
                 numbers = {x: os.stat(x, dir_fd=descriptor).st_ino for x in names}
-                self._names[found.st_ino] = numbers
+                self._names[actual.st_ino] = numbers
             else:
-                self._files[found.st_ino] = os.pread(descriptor, found.st_size, 0)
+                self._files[actual.st_ino] = os.pread(descriptor, actual.st_size, 0)
 
         monkeypatch.setattr(os, "fsync", recorded)
 
@@ -76,8 +76,8 @@ def test_an_older_checkpoint_is_deleted_only_when_the_newer_one_is_on_the_disk(
         if path.name.isdigit():
             copy = disk.after_power_loss(tmp_path, tmp_path.with_name(f"copy{path.name}"))
             steps = saved_steps(rc.Checkpoints(copy / "runs" / "new"))
-            found = rc.load_checkpoint(copy / "runs" / "new" / "checkpoints" / str(steps[-1]))
-            seen.append((int(path.name), steps[-1], float(found["x"][0])))
+            actual = rc.load_checkpoint(copy / "runs" / "new" / "checkpoints" / str(steps[-1]))
+            seen.append((int(path.name), steps[-1], float(actual["x"][0])))
             assert (copy / "runs" / "new" / "metrics.jsonl").read_text() == "{}\n"
         delete(path)
 

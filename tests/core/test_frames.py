@@ -32,30 +32,30 @@ def hidden(error):
 
 
 def test_frames_of_redcoast_are_hidden_unless_asked_for(filtered):
-    with pytest.raises(ValueError, match="16") as found:
+    with pytest.raises(ValueError, match="16") as actual:
         rc.make_mesh(model=16)
-    assert files(found.value)[0] == __file__
-    assert not hidden(found.value)
+    assert files(actual.value)[0] == __file__
+    assert not hidden(actual.value)
     jax.config.update("jax_traceback_filtering", "off")
-    with pytest.raises(ValueError, match="16") as found:
+    with pytest.raises(ValueError, match="16") as actual:
         rc.make_mesh(model=16)
-    assert len(hidden(found.value)) >= 2
+    assert len(hidden(actual.value)) >= 2
 
 
 def test_those_of_the_cause_are_hidden_too(filtered, tmp_path):
-    with pytest.raises(FileNotFoundError, match="Cannot read a plan") as found:
+    with pytest.raises(FileNotFoundError, match="Cannot read a plan") as actual:
         rc.load_plan(tmp_path / "none", {}, rc.make_mesh())
-    cause = found.value.__cause__
+    cause = actual.value.__cause__
     assert isinstance(cause, FileNotFoundError)
-    assert not hidden(found.value)
+    assert not hidden(actual.value)
     assert not hidden(cause)
 
 
 def test_a_defect_of_redcoast_shows_its_frames(filtered, monkeypatch):
     monkeypatch.setattr(_mesh, "jax", None)
-    with pytest.raises(AttributeError) as found:
+    with pytest.raises(AttributeError) as actual:
         rc.make_mesh(model=2)
-    assert hidden(found.value)[-1].endswith("_mesh.py")
+    assert hidden(actual.value)[-1].endswith("_mesh.py")
 
 
 def test_the_last_notes_come_last_and_an_error_may_be_its_own_context(filtered):
@@ -75,6 +75,6 @@ def test_the_last_notes_come_last_and_an_error_may_be_its_own_context(filtered):
 
 def test_keys_of_a_dict_that_cannot_be_sorted_are_explained():
     """JAX says "Comparator raised exception", of a model as of a batch."""
-    with pytest.raises(ValueError, match="Comparator") as found:
+    with pytest.raises(ValueError, match="Comparator") as actual:
         rc.infer_shardings({"a": jnp.ones(3), 0: jnp.ones(3)}, rc.make_mesh())
-    assert "the keys of each dict must be of one type" in found.value.__notes__[-1]
+    assert "the keys of each dict must be of one type" in actual.value.__notes__[-1]

@@ -19,8 +19,10 @@ def test_evaluate_computes_the_function_and_forgets_what_is_not_needed():
 
     jaxpr = jax.make_jaxpr(fn)(X).jaxpr
     env = {jaxpr.invars[0]: X}
-    found = evaluate_jaxpr(jaxpr, env, lambda _, equation, operands: bind_again(equation, operands))
-    for a, b in zip(found, fn(X), strict=True):
+    actual = evaluate_jaxpr(
+        jaxpr, env, lambda _, equation, operands: bind_again(equation, operands)
+    )
+    for a, b in zip(actual, fn(X), strict=True):
         np.testing.assert_array_equal(a, b)
     assert list(env) == jaxpr.outvars[:1]
 
@@ -51,8 +53,8 @@ def test_equations_inside_others():
 )
 def test_multiply_adds(fn, shapes, count):
     jaxpr = jax.make_jaxpr(fn)(*map(jnp.ones, shapes)).jaxpr
-    found = [multiply_adds(one) for one in iter_equations(jaxpr)]
-    assert next((one for one in found if one is not None), None) == count
+    actual = [multiply_adds(one) for one in iter_equations(jaxpr)]
+    assert next((one for one in actual if one is not None), None) == count
 
 
 def test_equations_of_a_compiled_function_have_the_line_of_its_call():

@@ -75,8 +75,8 @@ def test_a_library_keeps_nothing_of_a_mesh(loss_fn):
         args=(batch, None),
     )
     predict = lambda model, batch, key: times_kept(batch) * model["w"]
-    given = {"predict_fn": predict, "mesh": rc.make_mesh(**ONE)}
-    rc.predict_examples({"w": jnp.ones((1, 16))}, make_examples(8), **given, **OPTIONS)
+    options = {"predict_fn": predict, "mesh": rc.make_mesh(**ONE)}
+    rc.predict_examples({"w": jnp.ones((1, 16))}, make_examples(8), **options, **OPTIONS)
     # A mesh of the user's own.
     with jax.set_mesh(rc.make_mesh(devices=jax.devices()[:4])):
         times_kept(batch)
@@ -93,8 +93,8 @@ def test_equinox_rotary_embeddings_on_meshes_of_two_sizes():
     model = {"w": jnp.ones((16, 6))}
     examples = make_examples(8)
     for mesh in (rc.make_mesh(), rc.make_mesh(**ONE)):
-        given = {"loss_fn": loss_fn, "mesh": mesh, "steps": 1, "log": False}
-        rc.fit(model, optax.sgd(0.1), examples, **given, **OPTIONS)
+        options = {"loss_fn": loss_fn, "mesh": mesh, "steps": 1, "log": False}
+        rc.fit(model, optax.sgd(0.1), examples, **options, **OPTIONS)
 
 
 @pytest.mark.parametrize("mesh", [{"model": 4}, ONE])

@@ -78,11 +78,11 @@ def test_adapters_are_selected_by_their_function():
     model = lora.add_adapters(
         Llama(config, key=jax.random.key(0)), 2, targets="wq", key=jax.random.key(1)
     )
-    found, wanted = (
+    actual, wanted = (
         partition_trainable(model, form)[0] for form in (lora.trainable, lora.trainable(model))
     )
-    assert eqx.tree_equal(found, wanted)
-    assert len(jax.tree.leaves(found)) == 2
+    assert eqx.tree_equal(actual, wanted)
+    assert len(jax.tree.leaves(actual)) == 2
 
 
 BAD: Any = {

@@ -11,9 +11,9 @@ EXAMPLES = make_examples(16)
 
 
 def fit(**options):
-    given = {"collate_fn": collate_fn, "loss_fn": loss_fn, "log": False}
+    settings = {"collate_fn": collate_fn, "loss_fn": loss_fn, "log": False}
     mesh = rc.make_mesh(devices=jax.devices()[:1])
-    return rc.fit(make_model(), optax.sgd(0.1), mesh=mesh, **{**given, **options})
+    return rc.fit(make_model(), optax.sgd(0.1), mesh=mesh, **{**settings, **options})
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,10 @@ EXACT = {
 
 @pytest.mark.parametrize("x", EXACT.values(), ids=EXACT)
 def test_what_stays_the_same_is_converted(x):
-    found = to_jax_dtype(x, "x")
-    np.testing.assert_array_equal(np.asarray(found, x.dtype), x)
-    assert jnp.asarray(found).dtype == found.dtype
-    assert to_jax_dtype(found, "x") is found
+    actual = to_jax_dtype(x, "x")
+    np.testing.assert_array_equal(np.asarray(actual, x.dtype), x)
+    assert jnp.asarray(actual).dtype == actual.dtype
+    assert to_jax_dtype(actual, "x") is actual
 
 
 @pytest.mark.parametrize(
@@ -182,26 +182,26 @@ def masked_loss(model, batch, key):
 def test_a_batch_may_hold_a_key_for_each_example():
     model, batch = init_fn(KEY), with_keys(X)
     want, rows = masked_loss(model, batch, None), masked(model, batch)
-    given = {"collate_fn": with_keys, "batch_size": 16, "mesh": rc.make_mesh(fsdp=2)}
-    found = rc.evaluate(model, X, loss_fn=masked_loss, **given)
-    np.testing.assert_allclose(found["loss"], want, rtol=1e-6)
+    settings = {"collate_fn": with_keys, "batch_size": 16, "mesh": rc.make_mesh(fsdp=2)}
+    actual = rc.evaluate(model, X, loss_fn=masked_loss, **settings)
+    np.testing.assert_allclose(actual["loss"], want, rtol=1e-6)
     predict_fn = lambda model, batch, key: {"rows": masked(model, batch), "key": batch["key"]}
-    outputs = rc.predict_examples(model, X, predict_fn=predict_fn, **given)
+    outputs = rc.predict_examples(model, X, predict_fn=predict_fn, **settings)
     np.testing.assert_allclose([x["rows"] for x in outputs], rows, rtol=1e-6)
     assert outputs[3]["key"] == batch["key"][3]
     for accumulate in (1, 2):
         state, step, _ = rc.prepare(
-            init_fn, SGD, masked_loss, batch, key=KEY, mesh=given["mesh"], accumulate=accumulate
+            init_fn, SGD, masked_loss, batch, key=KEY, mesh=settings["mesh"], accumulate=accumulate
         )
         np.testing.assert_allclose(step(state, batch)[1]["loss"], want, rtol=1e-6)
 
 
 @pytest.mark.thorough
 def test_keys_in_the_batches_of_fit():
-    given = {"collate_fn": with_keys, "batch_size": 8, "steps": 3, "log": False}
+    settings = {"collate_fn": with_keys, "batch_size": 8, "steps": 3, "log": False}
     evaluation = rc.Evaluation(X)
     states = [
-        rc.fit(init_fn, SGD, X, loss_fn=masked_loss, mesh=mesh, evaluation=evaluation, **given)
+        rc.fit(init_fn, SGD, X, loss_fn=masked_loss, mesh=mesh, evaluation=evaluation, **settings)
         for mesh in (rc.make_mesh(), rc.make_mesh(devices=jax.devices()[:1]))
     ]
     np.testing.assert_allclose(*(state.model["w"] for state in states), rtol=1e-5)

@@ -336,8 +336,10 @@ def test_collate_fn_may_be_any_callable():
 
 def test_a_batch_may_be_a_list_of_arrays_as_long_as_the_batch():
     as_list = lambda examples: [index_collate(examples)["index"], np.ones((len(examples), 3))]
-    found = [[x.shape for x in batch.arrays] for batch in train(make_examples(8), as_list, stop=10)]
-    assert found == [[(4,), (4, 3)], [(4,), (4, 3)], [(2,), (2, 3)]]
+    actual = [
+        [x.shape for x in batch.arrays] for batch in train(make_examples(8), as_list, stop=10)
+    ]
+    assert actual == [[(4,), (4, 3)], [(4,), (4, 3)], [(2,), (2, 3)]]
     with pytest.raises(TypeError, match="returned a list of 4 entries"):
         next(train(make_examples(8), lambda examples: [e["index"] for e in examples]))
 

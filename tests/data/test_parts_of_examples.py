@@ -27,9 +27,9 @@ def save(folder, write):
 
 
 def check(split, alone):
-    for one in split:
+    for part in split:
         half = LONG // 2
-        assert one["read"] == list(range(half * one["process"], half * (one["process"] + 1)))
+        assert part["read"] == list(range(half * part["process"], half * (part["process"] + 1)))
     assert alone["read"] == list(range(LONG))
     np.testing.assert_allclose(split[0]["losses"], alone["losses"], rtol=1e-5)  # 0 alone logs
 

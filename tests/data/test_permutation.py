@@ -43,9 +43,9 @@ def test_the_order_is_the_one_that_earlier_versions_had(length):
     # A run that is resumed with a new version has to continue in the same order.
     seed = np.array([3, 2**63 + 5], np.uint64)
     positions = np.array([0, 1, length // 3, length - 1])
-    _, found = shuffled(positions, length, seed)
+    _, actual = shuffled(positions, length, seed)
     keys = np.random.Philox(key=seed, counter=[0, 0, 0, 0]).random_raw(12).tolist()
-    assert found.tolist() == [permuted(x, length, keys) for x in positions.tolist()]
+    assert actual.tolist() == [permuted(x, length, keys) for x in positions.tolist()]
 
 
 def test_epochs_and_seeds_have_their_own_orders():

@@ -86,8 +86,8 @@ def joined(batch):
 
 def batches(collate_fn, examples: Any = DATA, devices=1, **options):
     mesh = rc.make_mesh(devices=jax.devices()[:devices])
-    given = {"batch_size": ROWS, "key": KEY, "steps": STEPS, "mesh": mesh} | options
-    return [joined(batch.arrays) for batch in rc.batches(examples, collate_fn, **given)]
+    settings = {"batch_size": ROWS, "key": KEY, "steps": STEPS, "mesh": mesh} | options
+    return [joined(batch.arrays) for batch in rc.batches(examples, collate_fn, **settings)]
 
 
 @pytest.fixture
@@ -113,11 +113,11 @@ def test_threads_do_not_fill_one_buffer_at_once(in_threads):
     options = {"loss_fn": mean, "batch_size": ROWS, "mesh": mesh}
     want = rc.evaluate({}, DATA, collate_fn=np.stack, **options)
     data = rc.batches(DATA, collate_fn, batch_size=ROWS, key=KEY, steps=STEPS, mesh=mesh)
-    found = []
+    actual = []
     for batch in data:
-        found.append(np.asarray(batch.arrays))
+        actual.append(np.asarray(batch.arrays))
         assert rc.evaluate({}, DATA, collate_fn=collate_fn, **options) == want
-    np.testing.assert_array_equal(found, batches(np.stack))
+    np.testing.assert_array_equal(actual, batches(np.stack))
 
 
 def test_fresh_arrays_are_neither_copied_nor_made_in_turn(in_threads, monkeypatch):
@@ -142,8 +142,8 @@ def test_a_collate_fn_may_load_batches_itself(in_threads):
     def collate_fn(examples):
         return outer(np.concatenate(batches(inner, examples, batch_size=1, steps=len(examples))))
 
-    found = np.concatenate(batches(collate_fn))
-    assert sorted(found[:, 0].tolist()) == sorted(DATA[:, 0].tolist())
+    actual = np.concatenate(batches(collate_fn))
+    assert sorted(actual[:, 0].tolist()) == sorted(DATA[:, 0].tolist())
 
 
 class Reader:
@@ -181,15 +181,15 @@ def named(examples):
 @pytest.mark.parametrize("batch_size", [1, ROWS])
 @pytest.mark.parametrize("dataset", [Reader, BlockReader])
 def test_an_example_stays_when_the_next_is_read(dataset, batch_size, in_threads):
-    found = batches(named, dataset(), batch_size=batch_size)
+    actual = batches(named, dataset(), batch_size=batch_size)
     want = batches(np.stack, batch_size=batch_size)
-    np.testing.assert_array_equal(found, np.concatenate([want, want], axis=-1))
+    np.testing.assert_array_equal(actual, np.concatenate([want, want], axis=-1))
 
 
 def test_a_stream_may_give_one_dict_again_and_again(in_threads):
     reader = Reader()
-    found = batches(named, Stream(reader), steps=None)
-    np.testing.assert_array_equal(np.concatenate(found), np.concatenate([DATA, DATA], axis=-1))
+    actual = batches(named, Stream(reader), steps=None)
+    np.testing.assert_array_equal(np.concatenate(actual), np.concatenate([DATA, DATA], axis=-1))
 
 
 class Slots:
@@ -236,19 +236,19 @@ def no_other_loops():
 def test_views_of_a_place_for_each_example_are_not_copied(no_other_loops, dataset, monkeypatch):
     copies = []
     monkeypatch.setattr("redcoast.data._sources.copied", copies.append)
-    found = batches(lambda examples: np.stack(examples), dataset())
-    np.testing.assert_array_equal(found, batches(np.stack))
+    actual = batches(lambda examples: np.stack(examples), dataset())
+    np.testing.assert_array_equal(actual, batches(np.stack))
     assert not copies
 
 
 @pytest.mark.parametrize("dataset", SLOTS)
 def test_an_example_stays_when_the_next_epoch_is_read(dataset):
     # A batch of 20 of the 48 examples spans epochs, and has some examples of both.
-    given = {"steps": None, "epochs": 5, "batch_size": 20}
-    found = np.concatenate(batches(lambda examples: np.stack(examples), dataset(), **given))
-    want = np.concatenate(batches(np.stack, **given))
+    settings = {"steps": None, "epochs": 5, "batch_size": 20}
+    actual = np.concatenate(batches(lambda examples: np.stack(examples), dataset(), **settings))
+    want = np.concatenate(batches(np.stack, **settings))
     added = np.repeat(100 * np.arange(5, dtype=np.float32), len(DATA))[:, None]
-    np.testing.assert_array_equal(found, want + added)
+    np.testing.assert_array_equal(actual, want + added)
 
 
 def test_a_later_batch_may_be_the_first_of_a_reused_buffer():
@@ -275,8 +275,8 @@ def test_a_function_of_the_epoch_may_return_one_object(in_threads):
         time.sleep(1e-3)
         return np.array(examples)[:, None]
 
-    found = batches(collate_fn, Shuffled().set_epoch, steps=None, epochs=8)
-    of_epochs = np.concatenate(found).ravel().reshape(8, 12)
+    actual = batches(collate_fn, Shuffled().set_epoch, steps=None, epochs=8)
+    of_epochs = np.concatenate(actual).ravel().reshape(8, 12)
     want = [[1000 * epoch + i for i in range(12)] for epoch in range(8)]
     np.testing.assert_array_equal(np.sort(of_epochs, axis=1), want)
 
@@ -294,10 +294,10 @@ def test_outputs_stay_when_output_fn_is_called_again():
 
     predict_fn = lambda model, batch, key: batch
     options = {"collate_fn": np.stack, "predict_fn": predict_fn, "batch_size": ROWS}
-    found = rc.predict_examples({}, DATA, output_fn=into_buffer, **options)
-    np.testing.assert_array_equal(found, DATA)
-    found = rc.predict_examples({}, DATA, output_fn=into_dict, **options)
-    np.testing.assert_array_equal(found[0]["rows"][0], DATA[:ROWS])
+    actual = rc.predict_examples({}, DATA, output_fn=into_buffer, **options)
+    np.testing.assert_array_equal(actual, DATA)
+    actual = rc.predict_examples({}, DATA, output_fn=into_dict, **options)
+    np.testing.assert_array_equal(actual[0]["rows"][0], DATA[:ROWS])
     # What is made for each call, and the predictions themselves, are not copied.
     rows = np.zeros((3, 2))
     assert held_elsewhere([rows[0], rows[1]], known=[rows]) == [False, False]
@@ -318,5 +318,5 @@ REFERENCES = {
 
 @pytest.mark.parametrize(("make", "want"), REFERENCES.values(), ids=REFERENCES)
 def test_what_others_refer_to(make, want):
-    found = held_elsewhere(make())  # pytest keeps what an `assert` computes
-    assert found == want
+    actual = held_elsewhere(make())  # pytest keeps what an `assert` computes
+    assert actual == want

@@ -22,8 +22,8 @@ def test_every_source_of_the_page_is_trained_on_and_resumes_bitwise(tmp_path, mo
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     calls = []
-    found = re.findall(r"^( *)```(?:py|python)\n(.*?)^\1```$", PAGE, re.MULTILINE | re.DOTALL)
-    setup, *blocks = (textwrap.dedent(body) for _, body in found)
+    actual = re.findall(r"^( *)```(?:py|python)\n(.*?)^\1```$", PAGE, re.MULTILINE | re.DOTALL)
+    setup, *blocks = (textwrap.dedent(body) for _, body in actual)
     namespace: dict[str, Any] = {"__name__": "page"}
     exec(setup, namespace)
     fit = namespace["train"]

@@ -30,8 +30,8 @@ def read(source, state=None, collate=index_of, batch_size: int | None = 4, **len
     data = rc.batches(source, collate, batch_size=batch_size, **length, **options)
     if state is not None:
         data.set_state(json.loads(json.dumps(state)))
-    found = list(data)
-    return [np.asarray(x.arrays).tolist() for x in found], found
+    actual = list(data)
+    return [np.asarray(x.arrays).tolist() for x in actual], actual
 
 
 class Iterable:
@@ -99,45 +99,45 @@ FIRST = {WithEpoch, WithState, WithBuffer, SOURCES[5]}
 
 @pytest.mark.parametrize("make", SOURCES)
 def test_epochs_of_a_stream_resume_after_any_batch(make):
-    whole, found = read(make())
+    whole, actual = read(make())
     flat = sum(whole, [])
     assert [sorted(flat[i : i + 10]) for i in (0, 10, 20)] == [list(range(10))] * 3
     assert [len(x) for x in whole] == [4] * 7 + [2]
     shuffled = make in FIRST
     assert (flat[:10] == list(range(10))) != shuffled
     assert (flat[:10] == flat[10:20]) != shuffled
-    assert [x.step for x in found if x.epoch_end] == [3, 5, 8]
+    assert [x.step for x in actual if x.epoch_end] == [3, 5, 8]
     for k in range(8):
-        assert read(make(), found[k].state)[0] == whole[k + 1 :]
+        assert read(make(), actual[k].state)[0] == whole[k + 1 :]
 
 
 def test_steps_go_on_through_epochs():
-    found, _ = read(generator, steps=6)
-    assert sum(found, []) == [*range(10), *range(10), *range(4)]
+    actual, _ = read(generator, steps=6)
+    assert sum(actual, []) == [*range(10), *range(10), *range(4)]
 
 
 def test_a_state_is_restored_without_reading_what_was_before():
     """And what it restores is compared with what was read: a lossy state is not used."""
-    _, found = read(WithState(), epochs=1, batch_size=2)
+    _, actual = read(WithState(), epochs=1, batch_size=2)
     WithState.read = 0
-    read(WithState(), found[3].state, epochs=1, batch_size=2)
+    read(WithState(), actual[3].state, epochs=1, batch_size=2)
     assert WithState.read <= 2 + 2 + 2  # the peeked batch, that before the place, and the rest
 
 
 def test_a_state_that_restores_other_examples_is_said(caplog):
-    whole, found = read(WithBuffer(), epochs=1, batch_size=2)
-    assert read(WithBuffer(), found[2].state, epochs=1, batch_size=2)[0] == whole[3:]
+    whole, actual = read(WithBuffer(), epochs=1, batch_size=2)
+    assert read(WithBuffer(), actual[2].state, epochs=1, batch_size=2)[0] == whole[3:]
     assert "does not restore its next examples exactly" in caplog.text
 
 
 def test_an_order_that_changes_is_said(caplog):
     rng = np.random.default_rng(0)
     source = lambda: iter([EXAMPLES[i] for i in rng.permutation(10)])
-    _, found = read(source, epochs=1)
-    read(source, found[0].state, epochs=1)
+    _, actual = read(source, epochs=1)
+    read(source, actual[0].state, epochs=1)
     assert "gave other examples than before" in caplog.text
     with pytest.raises(ValueError, match="fewer examples in epoch 0 than the 8"):
-        read(lambda: iter(EXAMPLES[:5]), found[1].state, epochs=1)
+        read(lambda: iter(EXAMPLES[:5]), actual[1].state, epochs=1)
 
 
 def test_a_source_that_can_be_read_once_is_said():
@@ -182,10 +182,10 @@ def test_an_epoch_that_does_not_end_is_said(monkeypatch, caplog):
 
 
 def test_an_iterator_is_read_once():
-    found, _ = read((e for e in EXAMPLES), steps=2)
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    found, batches = read(iter(EXAMPLES), steps=None)
-    assert sum(found, []) == list(range(10))
+    actual, _ = read((e for e in EXAMPLES), steps=2)
+    assert actual == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    actual, batches = read(iter(EXAMPLES), steps=None)
+    assert sum(actual, []) == list(range(10))
     with pytest.raises(ValueError, match="an iterator, of type zip, .*Pass a function that"):
         read(zip(EXAMPLES, EXAMPLES, strict=True), epochs=2)
     with pytest.raises(ValueError, match="cannot go back"):
@@ -254,11 +254,11 @@ def only_index(batch):
 @pytest.mark.parametrize("make", [Loader, lambda: list(Loader()), lambda: lambda: iter(Loader())])
 def test_a_source_may_make_batches_itself(make):
     options = {"batch_size": None, "collate": only_index}
-    whole, found = read(make(), epochs=2, **options)
+    whole, actual = read(make(), epochs=2, **options)
     assert whole == 2 * [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert [x.rows for x in found] == [4, 4, 2, 4, 4, 2]
-    assert [x.step for x in found if x.epoch_end] == [3, 6]
-    assert read(make(), found[3].state, epochs=2, **options)[0] == whole[4:]
+    assert [x.rows for x in actual] == [4, 4, 2, 4, 4, 2]
+    assert [x.step for x in actual if x.epoch_end] == [3, 6]
+    assert read(make(), actual[3].state, epochs=2, **options)[0] == whole[4:]
     assert read(make(), steps=4, **options)[0] == whole[:4]
 
 
@@ -338,11 +338,11 @@ def test_evaluation_and_prediction_of_streams():
     predicted = rc.predict_examples(model, examples, **predict, **options)
     own = {"collate_fn": None, "batch_size": None}
     for source, given in [(stream, options), (stream(), options), (Batched(), own)]:
-        found = rc.evaluate(model, source, loss_fn=loss_fn, **given)
-        assert found == pytest.approx(expected, rel=1e-5)
+        actual = rc.evaluate(model, source, loss_fn=loss_fn, **given)
+        assert actual == pytest.approx(expected, rel=1e-5)
     for source, given in [(stream, options), (Batched(), own)]:
-        found = rc.predict_examples(model, source, **predict, **given)
-        np.testing.assert_allclose(found, predicted, rtol=1e-5, atol=1e-6)
+        actual = rc.predict_examples(model, source, **predict, **given)
+        np.testing.assert_allclose(actual, predicted, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="gave no examples"):
         rc.evaluate(model, lambda: iter([]), loss_fn=loss_fn, **options)
 

@@ -36,13 +36,15 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_stacked_leaf_by_leaf(name):
     examples, wanted = EXAMPLES[name]
-    found = stack_examples(examples)
+    actual = stack_examples(examples)
     is_plain = lambda x: isinstance(x, list) and not isinstance(x[0], np.ndarray)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted, is_leaf=is_plain), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(wanted, is_leaf=is_plain), strict=True
+    ):
         assert isinstance(x, np.ndarray)
         np.testing.assert_array_equal(x, np.asarray(y))
     if isinstance(wanted, tuple | dict):
-        assert type(found) is type(wanted)
+        assert type(actual) is type(wanted)
 
 
 BAD = {
@@ -116,8 +118,8 @@ def test_arrays_train_evaluate_and_predict_without_a_collate_fn():
     other = rc.fit(model, optax.sgd(0.1), by_hand, collate_fn=collate_fn, **train)
     np.testing.assert_array_equal(state.model.weight, other.model.weight)
     metrics = rc.evaluate(state.model, (x, y), loss_fn=loss_fn, **options)
-    found = rc.predict_examples(state.model, (x, y), predict_fn=predict_fn, **options)
-    assert metrics["loss"] == pytest.approx(np.mean((np.array(found) - y) ** 2), rel=1e-4)
+    actual = rc.predict_examples(state.model, (x, y), predict_fn=predict_fn, **options)
+    assert metrics["loss"] == pytest.approx(np.mean((np.array(actual) - y) ** 2), rel=1e-4)
     data = rc.batches((x, y), batch_size=8, key=jax.random.key(0), mesh=mesh, steps=1)
     assert [part.shape for part in next(data).arrays] == [(8, 3), (8,)]
 

@@ -195,8 +195,8 @@ def free_port_before_a_free_one():
     ids=str,
 )
 def test_variables_of_torchrun(changes, expected, monkeypatch):
-    given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
-    for name, value in (given | {"LOCAL_RANK": "0"} | changes).items():
+    options = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+    for name, value in (options | {"LOCAL_RANK": "0"} | changes).items():
         monkeypatch.setenv(name, value)
     assert _with_torchrun(_Job()) == expected
     asked = _Job("elsewhere:1", None, 0)

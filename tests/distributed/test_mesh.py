@@ -95,12 +95,12 @@ def test_a_batch_is_split_where_it_divides():
 def test_what_counts_rows_is_split_like_a_batch():
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     tree = {"buffer": np.zeros((8, 3)), "size": jnp.int32(0), "name": "cart"}
-    found = rc.batch_shardings(tree, mesh)
-    assert found["buffer"] == NamedSharding(mesh, P(("data", "fsdp")))
-    assert found["size"] == NamedSharding(mesh, P())
-    assert found["name"] is None
+    actual = rc.batch_shardings(tree, mesh)
+    assert actual["buffer"] == NamedSharding(mesh, P(("data", "fsdp")))
+    assert actual["size"] == NamedSharding(mesh, P())
+    assert actual["name"] is None
     with jax.set_mesh(mesh):
-        assert rc.batch_shardings(tree) == found
+        assert rc.batch_shardings(tree) == actual
 
 
 def test_the_ambient_mesh_takes_precedence_over_the_default():

@@ -40,11 +40,11 @@ def test_a_small_program(name, dtype):
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
     target = parse_target(f"{name}:2x4")
-    found = place_of(target)
-    assert (found.compiler, len(found.devices)) == ("cuda", 8)
-    assert {device.device_kind for device in found.devices} == {target.chip.device_kind}
-    assert [device.process_index for device in found.devices] == [0] * 4 + [1] * 4
-    program = compiled(lambda x, w: jnp.tanh(x @ w), found.devices, *[(256, 256)] * 2, dtype=dtype)
+    actual = place_of(target)
+    assert (actual.compiler, len(actual.devices)) == ("cuda", 8)
+    assert {device.device_kind for device in actual.devices} == {target.chip.device_kind}
+    assert [device.process_index for device in actual.devices] == [0] * 4 + [1] * 4
+    program = compiled(lambda x, w: jnp.tanh(x @ w), actual.devices, *[(256, 256)] * 2, dtype=dtype)
     held = 2 * 256 * 256 * jnp.dtype(dtype).itemsize // 8
     assert program.memory_analysis().argument_size_in_bytes == held
     assert "all-gather" in program.as_text()

@@ -70,7 +70,10 @@ def test_the_step_is_the_one_that_fit_compiles(run):
     memory: Any = compiled.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert run.memory["peak"] == pytest.approx(peak, rel=0.01)
-    sent = sum(one.count * one.sent_bytes for one in collectives(compiled.as_text(), mesh))
+    sent = sum(
+        collective.count * collective.sent_bytes
+        for collective in collectives(compiled.as_text(), mesh)
+    )
     assert run.sent_bytes == pytest.approx(sent, rel=0.01)
     assert str(run.plan) == str(plan)
 
@@ -144,8 +147,8 @@ def test_traffic_and_bounds_follow_from_the_program(run):
 def test_a_batch_that_every_device_computes_halves_the_bound():
     loss_fn = lambda model, x, key: jnp.mean((x @ model) ** 2)
     batch = jax.ShapeDtypeStruct((3, 128), jnp.float32)  # does not divide over 2 devices
-    given = (lambda key: jnp.zeros((128, 128)), loss_fn, batch, optax.sgd(0.1))
-    run: Any = rc.dry_run(*given, target="cpu:2", mesh={"data": 2})
+    inputs = (lambda key: jnp.zeros((128, 128)), loss_fn, batch, optax.sgd(0.1))
+    run: Any = rc.dry_run(*inputs, target="cpu:2", mesh={"data": 2})
     assert 0 < run.bounds.utilisation <= 0.5
     assert "50% of the arithmetic is repeated by several devices" in str(run)
 
@@ -208,10 +211,10 @@ def test_table_says_where_the_plan_has_less_communication(run):
 
 @pytest.mark.thorough
 def test_mesh_is_chosen_by_estimated_cost():
-    given = (init_wide, wide_loss, WIDE, OPTIMIZER)
+    inputs = (init_wide, wide_loss, WIDE, OPTIMIZER)
     # Copies of the model do not fit, and there are few examples for its size.
-    assert rc.dry_run(*given, target="cpu:2").mesh["data"] == 1
-    alone = rc.dry_run(*given, target="cpu:1", suggest=False)
+    assert rc.dry_run(*inputs, target="cpu:2").mesh["data"] == 1
+    alone = rc.dry_run(*inputs, target="cpu:1", suggest=False)
     assert "Devices do not communicate" in str(alone)
     assert alone.sent_bytes == 0
     # Two products forward, and three backward: the batch has no gradient.
@@ -275,14 +278,14 @@ def changes_for(run, peak, usable):
     small = type(run)(**{**vars(run), "mesh": {"data": 4, "fsdp": 1, "model": 1},
                          "memory": {"usable": usable}})  # fmt: skip
     others = [{"data": 2, "fsdp": 2, "model": 1}, {"data": 1, "fsdp": 4, "model": 1}]
-    found = find_changes(make, init_fn, job, small, others, compiler)
-    return [one.what for one in found], compiler.seen
+    actual = find_changes(make, init_fn, job, small, others, compiler)
+    return [one.what for one in actual], compiler.seen
 
 
 def test_changes_are_the_smallest_of_their_kind(run):
     peak = lambda split, rows, remat, low: 100 // split + 8 * rows // (1 + remat) // (1 + low)
-    found, _ = changes_for(run, peak, 180)
-    assert found == [
+    actual, _ = changes_for(run, peak, 180)
+    assert actual == [
         "mesh data=2, fsdp=2, model=1",
         'remat="full" in the model',
         "accumulate=2",
@@ -293,8 +296,8 @@ def test_changes_are_the_smallest_of_their_kind(run):
 @pytest.mark.thorough
 def test_changes_are_combined_if_none_is_enough(run):
     peak = lambda split, rows, remat, low: 100 // split + 8 * rows // (1 + remat) // (1 + low)
-    found, seen = changes_for(run, peak, 70)
-    assert found == ['mesh data=2, fsdp=2, model=1 and remat="full" in the model and accumulate=4']
+    actual, seen = changes_for(run, peak, 70)
+    assert actual == ['mesh data=2, fsdp=2, model=1 and remat="full" in the model and accumulate=4']
     assert (2, True, 2, False) in seen  # not enough
     # What turns out not to be needed is left out again.
     peak = lambda split, rows, remat, low: 100 - 40 * remat - 40 * (rows < 8)
@@ -325,8 +328,8 @@ def test_a_step_that_the_compiler_rejects(monkeypatch):
         "temporaries (57.50G) exceeds available HBM (30.75G)."
     )
     monkeypatch.setattr(jax.stages.Lowered, "compile", failing(message))
-    given = (init_wide, wide_loss, WIDE, OPTIMIZER)
-    run = rc.dry_run(*given, target="cpu:2", mesh={"model": 2})
+    inputs = (init_wide, wide_loss, WIDE, OPTIMIZER)
+    run = rc.dry_run(*inputs, target="cpu:2", mesh={"model": 2})
     assert run.refused
     assert not run.fits
     assert run.memory["peak"] == 57.5 * 2**30
@@ -351,8 +354,8 @@ def test_a_compiler_failure_is_reported(monkeypatch):
 
 def test_the_cpu_compiler_replaces_a_missing_one(monkeypatch):
     monkeypatch.setattr(devices, "_installed", lambda compiler: False)
-    given = (init_wide, wide_loss, WIDE, OPTIMIZER)
-    run = rc.dry_run(*given, target="v4:2x2x1", mesh={"model": 4})
+    inputs = (init_wide, wide_loss, WIDE, OPTIMIZER)
+    run = rc.dry_run(*inputs, target="v4:2x2x1", mesh={"model": 4})
     assert run.compiler == "cpu"
     assert "pip install 'redcoast[tpu]'" in str(run).replace("\n", " ")
     assert run.memory["usable"] == 30.75 * 2**30
@@ -376,9 +379,9 @@ def odd_loss(model, x, key):
 @pytest.mark.thorough
 def test_models_with_other_arrays_than_weights():
     batch = np.zeros((8, 8), np.float32)
-    given = (init_odd, odd_loss, batch, OPTIMIZER)
+    inputs = (init_odd, odd_loss, batch, OPTIMIZER)
     for mesh in ({"data": 2}, {"model": 2}):
-        run = rc.dry_run(*given, target="cpu:2", mesh=mesh)
+        run = rc.dry_run(*inputs, target="cpu:2", mesh=mesh)
         assert run.fits
     # The matrix, scale and shift; not the running averages.
     assert run.memory["gradients"] == 4 * (64 + 8 + 8)
@@ -504,7 +507,7 @@ def test_memory_of_a_tpu_is_neither_on_the_chip_nor_counted_twice(sizes, reporte
     ],
 )
 def test_bad_input(changes, kind, words):
-    given = {"init_fn": init_fn, "loss_fn": loss_fn, "batch": TOKENS, "optimizer": OPTIMIZER}
-    given |= {"target": "cpu:8", "mesh": SIZES} | changes
+    options = {"init_fn": init_fn, "loss_fn": loss_fn, "batch": TOKENS, "optimizer": OPTIMIZER}
+    options |= {"target": "cpu:8", "mesh": SIZES} | changes
     with pytest.raises(kind, match=f"(?s){words}"):
-        rc.dry_run(**given)
+        rc.dry_run(**options)

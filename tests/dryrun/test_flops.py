@@ -74,8 +74,8 @@ def forward(name):
 def test_models_forward(name):
     arrays, static = abstract(make(name))
     tokens = array(BATCH, SEQ, dtype=jnp.int32)
-    found = count(lambda arrays, tokens: eqx.combine(arrays, static)(tokens), arrays, tokens)
-    assert found == {"float32": pytest.approx(forward(name), rel=0.01)}
+    actual = count(lambda arrays, tokens: eqx.combine(arrays, static)(tokens), arrays, tokens)
+    assert actual == {"float32": pytest.approx(forward(name), rel=0.01)}
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
@@ -85,8 +85,8 @@ def test_training_steps(name, remat):
     # All layers are recomputed except their last product, which the backward pass does not need, or
     # only scores and what they weigh.
     again = {"none": 0, "full": forward(name) - HEAD - FEED_FORWARD, "dots": ATTENTION}[remat]
-    found = count_step(name, remat=remat)
-    assert found == {"float32": pytest.approx(3 * forward(name) + again, rel=0.01)}
+    actual = count_step(name, remat=remat)
+    assert actual == {"float32": pytest.approx(3 * forward(name) + again, rel=0.01)}
 
 
 @pytest.mark.thorough
@@ -122,8 +122,8 @@ def test_a_mixture_of_experts():
 
 def of_compiler(fn, *args):
     """The compiler's own count, which has elementwise operations as well."""
-    found: Any = jax.jit(fn).lower(*args).cost_analysis()
-    return found["flops"]
+    actual: Any = jax.jit(fn).lower(*args).cost_analysis()
+    return actual["flops"]
 
 
 def convolve(x, kernel, *, stride=1, groups=1, padding="VALID", dilation=1):
@@ -155,8 +155,8 @@ def test_gradients_of_convolutions_take_twice_as_much(groups, stride):
     loss = lambda x, kernel: jnp.sum(jnp.square(fn(x, kernel)))
     once = count(fn, x, kernel)["float32"]
     assert once == 2 * (2 * (32 // stride) ** 2 * 32) * (9 * 16 // groups)
-    found = count(jax.grad(loss, argnums=(0, 1)), x, kernel)["float32"]
-    assert found == pytest.approx(3 * once, rel=0.01)
+    actual = count(jax.grad(loss, argnums=(0, 1)), x, kernel)["float32"]
+    assert actual == pytest.approx(3 * once, rel=0.01)
 
 
 def test_a_convolutional_network():
@@ -178,8 +178,8 @@ def test_a_convolutional_network():
     stem = 2 * pixels * 32 * 27
     rest = 2 * pixels * (32 * 9 + 32 * 64) + 2 * 8 * 64 * 10
     # Of the stem there is no gradient for the pictures.
-    found = count(jax.grad(net), params, array(8, 32, 32, 3))
-    assert found["float32"] == pytest.approx(2 * stem + 3 * rest, rel=0.01)
+    actual = count(jax.grad(net), params, array(8, 32, 32, 3))
+    assert actual["float32"] == pytest.approx(2 * stem + 3 * rest, rel=0.01)
 
 
 SQUARE = array(8, 8)
@@ -233,14 +233,14 @@ def test_trip_count_of_an_inner_loop_from_the_outer_carry():
         n, x = carry
         return (n, jax.lax.fori_loop(0, n, lambda i, x: x @ x, x)), None
 
-    found = count(lambda x: jax.lax.scan(outer, (jnp.asarray(3), x), length=2)[0][1], SQUARE)
-    assert found == {"float32": 6 * ONE}
+    actual = count(lambda x: jax.lax.scan(outer, (jnp.asarray(3), x), length=2)[0][1], SQUARE)
+    assert actual == {"float32": 6 * ONE}
 
 
 def test_data_dependent_loops_count_once_and_are_reported():
     loop = lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x @ x, x)
-    found = contractions(jax.make_jaxpr(lambda x: loop(x) @ x)(SQUARE))
-    assert (found.flops, found.open_loops) == ({"float32": 2 * ONE}, 1)
+    actual = contractions(jax.make_jaxpr(lambda x: loop(x) @ x)(SQUARE))
+    assert (actual.flops, actual.open_loops) == ({"float32": 2 * ONE}, 1)
     changing = lambda x: jax.lax.while_loop(
         lambda c: c[0] < 100, lambda c: (c[0] * 2, c[1] @ c[1]), (1, x)
     )
@@ -251,8 +251,8 @@ def test_data_dependent_loops_count_once_and_are_reported():
 
 def test_the_most_expensive_branch_counts():
     branches = [lambda x: x, lambda x: x @ x @ x, lambda x: x @ x]
-    found = count(lambda i, x: jax.lax.switch(i, branches, x), array(dtype=jnp.int32), SQUARE)
-    assert found == {"float32": 2 * ONE}
+    actual = count(lambda i, x: jax.lax.switch(i, branches, x), array(dtype=jnp.int32), SQUARE)
+    assert actual == {"float32": 2 * ONE}
 
 
 def test_unused_results_do_not_count():
@@ -287,8 +287,8 @@ def test_shard_map_counts_every_device(axes):
     fn = jax.shard_map(
         lambda x, w: x @ w, mesh=mesh, in_specs=(spec, P()), out_specs=spec, axis_names=axes
     )
-    found = count(jax.jit(fn), array(64, 8), SQUARE)
-    assert found == {"float32": 2 * 64 * 8 * 8}
+    actual = count(jax.jit(fn), array(64, 8), SQUARE)
+    assert actual == {"float32": 2 * 64 * 8 * 8}
 
 
 def test_replicated_work_counts_once():
@@ -334,8 +334,8 @@ def test_ragged_products_count_each_row_once():
     """The count is the same for the forward pass and for both gradients."""
     groups = jnp.array([5, 3, 4])
     loss = lambda x, w: jnp.sum(jnp.square(jax.lax.ragged_dot(x, w, groups)))
-    found = count(jax.value_and_grad(loss, argnums=(0, 1)), array(12, 8), array(3, 8, 16))
-    assert found == {"float32": 3 * 2 * 12 * 8 * 16}
+    actual = count(jax.value_and_grad(loss, argnums=(0, 1)), array(12, 8), array(3, 8, 16))
+    assert actual == {"float32": 3 * 2 * 12 * 8 * 16}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def loss_fn(model, batch, key):
 
 
 def losses(mesh):
-    found = []
+    actual = []
     rc.fit(
         Llama(CONFIG, key=jax.random.key(0)),
         optax.adamw(3e-3),
@@ -32,9 +32,9 @@ def losses(mesh):
         batch_size=16,
         steps=20,
         mesh=mesh,
-        log=quiet(lambda metrics, step: found.append(metrics["loss"])),
+        log=quiet(lambda metrics, step: actual.append(metrics["loss"])),
     )
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,6 @@ def expected():
 )
 @pytest.mark.thorough
 def test_the_same_losses_on_any_mesh(sizes, expected):
-    found = losses(rc.make_mesh(**sizes))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert found[-1] < found[0] - 0.1
+    actual = losses(rc.make_mesh(**sizes))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert actual[-1] < actual[0] - 0.1

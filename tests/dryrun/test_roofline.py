@@ -34,28 +34,28 @@ def bounds(**changes: Any):
 
 def test_each_bound_and_which_is_the_largest():
     assert bounds() == Bounds(2.0, 0.5, {"model": 0.5}, "arithmetic", 1.0)
-    found = bounds(moved_bytes=4e11)
-    assert found == Bounds(2.0, 4.0, {"model": 0.5}, "memory", 0.5)
-    found = bounds(sent_bytes={"model": 1e10, "data": 8e9})
-    assert found == Bounds(2.0, 0.5, {"model": 0.5, "data": 8.0}, "network (data)", 0.25)
+    actual = bounds(moved_bytes=4e11)
+    assert actual == Bounds(2.0, 4.0, {"model": 0.5}, "memory", 0.5)
+    actual = bounds(sent_bytes={"model": 1e10, "data": 8e9})
+    assert actual == Bounds(2.0, 0.5, {"model": 0.5, "data": 8.0}, "network (data)", 0.25)
 
 
 def test_what_devices_repeat_is_no_utilisation():
-    found = bounds(repeated=0.75)
-    assert found.arithmetic == bounds().arithmetic
-    assert found.utilisation == 0.25
+    actual = bounds(repeated=0.75)
+    assert actual.arithmetic == bounds().arithmetic
+    assert actual.utilisation == 0.25
 
 
 def test_several_axes_are_as_fast_as_the_fastest_of_them():
-    found = bounds(sent_bytes={"data": 4e9, "data+fsdp": 5e10, "data+fsdp+model": 2e10})
-    assert found.network == {"data": 4.0, "data+fsdp": 5.0, "data+fsdp+model": 1.0}
-    assert (found.binding, found.utilisation) == ("network (data+fsdp)", 0.4)
+    actual = bounds(sent_bytes={"data": 4e9, "data+fsdp": 5e10, "data+fsdp+model": 2e10})
+    assert actual.network == {"data": 4.0, "data+fsdp": 5.0, "data+fsdp+model": 1.0}
+    assert (actual.binding, actual.utilisation) == ("network (data+fsdp)", 0.4)
 
 
 def test_axes_whose_bandwidth_together_is_known():
     together = BANDWIDTHS | {"data+fsdp": 2e10}
-    found = bounds(sent_bytes={"data+fsdp": 5e10}, bandwidths=together)
-    assert found.network == {"data+fsdp": 2.5}
+    actual = bounds(sent_bytes={"data+fsdp": 5e10}, bandwidths=together)
+    assert actual.network == {"data+fsdp": 2.5}
 
 
 def test_other_groups_of_devices_are_as_fast_as_the_fastest_axis():
@@ -87,5 +87,5 @@ def test_arithmetic_is_the_bottleneck_if_bounds_are_equal():
 
 
 def test_a_step_without_arithmetic_uses_none_of_the_peak():
-    found = bounds(flops={}, moved_bytes=0, sent_bytes={})
-    assert found == Bounds(0.0, 0.0, {}, "arithmetic", 0.0)
+    actual = bounds(flops={}, moved_bytes=0, sent_bytes={})
+    assert actual == Bounds(0.0, 0.0, {}, "arithmetic", 0.0)

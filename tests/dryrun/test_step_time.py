@@ -214,9 +214,9 @@ def test_operations_of_convolutions(shapes, attributes, count):
   %a = f32[{inputs}] bitcast(%x)
   %b = f32[{kernel}] bitcast(%w)
   ROOT %y = f32[{result}] convolution(%a, %b), {attributes}"""
-    (found,) = read_schedule(program(body), MESH)
-    assert isinstance(found, KernelWork)
-    assert found.flops == (("f32", 2 * count),)
+    (actual,) = read_schedule(program(body), MESH)
+    assert isinstance(actual, KernelWork)
+    assert actual.flops == (("f32", 2 * count),)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,10 @@ def test_backward_passes_of_convolutions_have_the_operations_of_the_forward_pass
   %a = f32[{left}] bitcast(%x)
   %b = f32[{right}] bitcast(%w)
   ROOT %y = (f32[{result}], u8[0]) custom-call(%a, %b), {call}"""
-    (found,) = read_schedule(program(body), MESH)
-    assert isinstance(found, KernelWork)
+    (actual,) = read_schedule(program(body), MESH)
+    assert isinstance(actual, KernelWork)
     # Of the four steps of three taps along each dimension, one meets the padding.
-    assert found.flops == (("f32", 2 * 2 * 5 * 3 * 11**2),)
+    assert actual.flops == (("f32", 2 * 2 * 5 * 3 * 11**2),)
 
 
 TPU = f"""
@@ -301,8 +301,8 @@ def test_slices_send_through_their_hosts():
     mesh = {"data": 3, "fsdp": 4, "model": 1}
     between = Transfer("all-reduce", ("data",), 2 * 4 * 16 * 2 // 3 + 1, 3)
     inside = Transfer("all-gather", ("fsdp",), 3 * 4 * 4 * 16, 4)
-    found = read_schedule(program(SLICES), mesh)
-    assert found == (Start("out", between), Done("out"), Done("in"), inside)
+    actual = read_schedule(program(SLICES), mesh)
+    assert actual == (Start("out", between), Done("out"), Done("in"), inside)
     assert [each.axes for each in collectives(program(SLICES), mesh)] == [("data",), ("fsdp",)]
 
 

@@ -57,10 +57,10 @@ def cases():
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "case"), cases())
 def test_as_good_as_the_best_of_all_meshes(every, name, case):
-    found = rc.suggest_mesh(*case, target="cpu:4", compiled=2)
+    actual = rc.suggest_mesh(*case, target="cpu:4", compiled=2)
     compiled = {tuple(one.mesh.values()): one for one in every[name].candidates}
     assert len(compiled) == 6  # all of them
-    mine = compiled[tuple(found.values())]
+    mine = compiled[tuple(actual.values())]
     assert mine.sent_bytes <= 1.1 * min(one.sent_bytes for one in compiled.values())
     assert mine.seconds <= 1.1 * min(one.seconds for one in compiled.values())
 
@@ -101,11 +101,11 @@ def test_meshes_with_the_same_figures_share_a_line():
     first, other = candidate(1, 8, 0.002, 0.003), candidate(4, 2, 0.002, 0.0031)
     like_first, uncompiled = candidate(2, 4, 0.002, 0.0030000001), candidate(8, 1, 0.002)
     worse = candidate(8, 1, 0.02)
-    found = rc.MeshSuggestion(
+    actual = rc.MeshSuggestion(
         *(first.mesh, True, "8 x cpu", None, (first, like_first, other, uncompiled, worse)),
         speeds_assumed=True,
     )
-    text = str(found)
+    text = str(actual)
     rows = text.splitlines()[-3:]
     sizes = [row.split()[:3] for row in rows]
     assert sizes == [["1", "1", "8"], ["4", "1", "2"], ["8", "1", "1"]]
@@ -114,7 +114,7 @@ def test_meshes_with_the_same_figures_share_a_line():
     assert "the estimates are for an A100" in " ".join(text.split())
     assert "No time is measured." in " ".join(text.split())
     assert "too small" not in text
-    assert len(found.candidates) == 5  # as data, all of them
+    assert len(actual.candidates) == 5  # as data, all of them
 
 
 @pytest.mark.thorough
@@ -126,10 +126,10 @@ def test_a_step_that_is_too_small_to_be_divided():
     batch = jax.ShapeDtypeStruct((8, 63), jnp.float32)
     job = make_job(lambda key: [jnp.eye(63), -jnp.eye(63)], loss, batch, OPTIMIZER)
     place = attached_place()
-    found = suggest(job, place, 1)
-    best = found.candidates[0]
+    actual = suggest(job, place, 1)
+    best = actual.candidates[0]
     assert best.repeated
-    assert "too small to be divided" in " ".join(str(found).split())
+    assert "too small to be divided" in " ".join(str(actual).split())
     mesh = place.mesh(best.mesh)
     (not_done,) = plan_job(job, mesh, planner_hardware(place, mesh)).report.not_done
     assert not_done.asked == "dividing the step over 8 devices"
@@ -174,37 +174,37 @@ def choose_from(meshes, usable, compiled):
 
 
 def test_the_cheapest_mesh_that_fits_is_chosen():
-    found, tried = choose_from(FOUR, 110, 3)
+    actual, tried = choose_from(FOUR, 110, 3)
     assert tried == [(4, 1, 1), (2, 2, 1), (2, 1, 2)]
-    assert (tuple(found.values()), found.fits) == ((2, 2, 1), True)
-    assert [one.fits for one in found.candidates] == [True, True, False, None, None, None]
+    assert (tuple(actual.values()), actual.fits) == ((2, 2, 1), True)
+    assert [one.fits for one in actual.candidates] == [True, True, False, None, None, None]
 
 
 def test_if_none_fits_the_smallest_are_compiled_too():
-    found, tried = choose_from(FOUR, 100, 1)
+    actual, tried = choose_from(FOUR, 100, 1)
     assert tried == [(4, 1, 1), (1, 2, 2)]
-    assert (tuple(found.values()), found.fits) == ((1, 2, 2), True)
+    assert (tuple(actual.values()), actual.fits) == ((1, 2, 2), True)
 
 
 def test_compiled_meshes_correct_the_estimates_of_others():
     """The first needs 4/3 of its estimate, so the next would need 107 of 100 bytes."""
-    found, tried = choose_from(FOUR, 100, 2)
+    actual, tried = choose_from(FOUR, 100, 2)
     assert tried == [(4, 1, 1), (2, 1, 2), (1, 2, 2)]
-    assert (tuple(found.values()), found.fits) == ((1, 2, 2), True)
+    assert (tuple(actual.values()), actual.fits) == ((1, 2, 2), True)
 
 
 def test_if_none_fits_the_missing_memory_is_reported():
-    found, tried = choose_from(FOUR, 30, 2)
+    actual, tried = choose_from(FOUR, 30, 2)
     assert len(tried) == 4
-    assert (tuple(found.values()), found.fits) == ((1, 2, 2), False)
-    assert "WARNING: none" in str(found)
-    assert "3e-08 GB too much" in str(found)
+    assert (tuple(actual.values()), actual.fits) == ((1, 2, 2), False)
+    assert "WARNING: none" in str(actual)
+    assert "3e-08 GB too much" in str(actual)
 
 
 def test_meshes_estimated_far_too_large_are_not_compiled_first():
-    found, tried = choose_from([((4, 1, 1), 900, 120), *FOUR[1:]], 110, 1)
+    actual, tried = choose_from([((4, 1, 1), 900, 120), *FOUR[1:]], 110, 1)
     assert tried == [(2, 2, 1)]
-    assert tuple(found.values()) == (2, 2, 1)
+    assert tuple(actual.values()) == (2, 2, 1)
 
 
 def test_a_mesh_on_which_the_compiler_fails_is_shown_but_not_chosen():
@@ -218,10 +218,10 @@ def test_a_mesh_on_which_the_compiler_fails_is_shown_but_not_chosen():
             return replace(one, error="its compiler failed: INTERNAL")
         return replace(one, seconds=1.0, peak_memory=10, fits=True)
 
-    found = choose_mesh(estimated, compiling, Place("made up", range(4), None, None), 2)
-    assert tuple(found.values()) == (2, 2, 1)
-    assert sum(one.fits is True for one in found.candidates) == 2
-    assert str(found).splitlines()[-1].endswith("cannot be run: its compiler failed: INTERNAL")
+    actual = choose_mesh(estimated, compiling, Place("made up", range(4), None, None), 2)
+    assert tuple(actual.values()) == (2, 2, 1)
+    assert sum(one.fits is True for one in actual.candidates) == 2
+    assert str(actual).splitlines()[-1].endswith("cannot be run: its compiler failed: INTERNAL")
     failing = lambda one: replace(one, error="its compiler failed: INTERNAL")
     with pytest.raises(ValueError, match="on any mesh.*compiler failed"):
         choose_mesh(estimated, failing, Place("made up", range(4), None, None), 2)
@@ -238,7 +238,7 @@ def test_the_cheapest_mesh_without_compiling():
     job = make_job(*SMALL)
     estimates = [estimate_mesh(job, place, {"fsdp": 4}), estimate_mesh(job, place, {"model": 4})]
     assert estimates[0].priced_seconds == estimates[1].priced_seconds
-    assert [one.usual for one in estimates] == [True, False]
+    assert [estimate.usual for estimate in estimates] == [True, False]
 
 
 def test_meshes_that_are_compared_share_the_trace_of_an_update():
@@ -270,10 +270,10 @@ def test_a_mesh_that_a_memory_plan_makes_fit():
     keeping: Any = estimate_mesh(make_job(*case), place, {"data": 4})
     job: Any = make_job(*case, memory=0.6 * keeping.estimated_memory)
     place = replace(place, usable=round(0.6 * keeping.estimated_memory / 0.85))
-    found: Any = estimate_mesh(job, place, {"data": 4})
-    assert found.estimated_memory <= job.memory
-    assert 0 < found.recomputed < 0.2
-    assert found.priced_seconds > keeping.priced_seconds
+    actual: Any = estimate_mesh(job, place, {"data": 4})
+    assert actual.estimated_memory <= job.memory
+    assert 0 < actual.recomputed < 0.2
+    assert actual.priced_seconds > keeping.priced_seconds
     # Without recomputation, the step fits on no mesh.
     chosen: Any = estimate_mesh(job, place, promising(job, place)[0])
     assert chosen.estimated_memory <= job.memory < keeping.estimated_memory
@@ -283,10 +283,10 @@ def test_estimates_use_the_figures_of_the_target():
     place = replace(target_place("cpu:16"), target=parse_target("h100:2x8"))
     mesh = rc.make_mesh(data=2, model=8, devices=place.devices)
     chip = CHIPS["h100"]
-    found = target_hardware(place, mesh, "bfloat16")
-    assert found.flops == chip.flops["bfloat16"] > target_hardware(place, mesh).flops
-    assert found.memory == chip.usable
-    assert found.model_bandwidth > 4 * found.batch_bandwidth > 0  # between hosts
+    actual = target_hardware(place, mesh, "bfloat16")
+    assert actual.flops == chip.flops["bfloat16"] > target_hardware(place, mesh).flops
+    assert actual.memory == chip.usable
+    assert actual.model_bandwidth > 4 * actual.batch_bandwidth > 0  # between hosts
 
 
 def test_gradients_over_a_whole_slice_of_v4_are_priced_as_all_reduces():
@@ -302,21 +302,21 @@ def test_gradients_over_a_whole_slice_of_v4_are_priced_as_all_reduces():
 
 @pytest.mark.thorough
 def test_attached_devices_are_the_default():
-    found = rc.suggest_mesh(*SMALL, compiled=1)
-    assert found.target == "8 x cpu"
-    assert dict(rc.make_mesh(**found).shape) == dict(found)
-    assert found.usable_memory is None
+    actual = rc.suggest_mesh(*SMALL, compiled=1)
+    assert actual.target == "8 x cpu"
+    assert dict(rc.make_mesh(**actual).shape) == dict(actual)
+    assert actual.usable_memory is None
 
 
 @pytest.mark.thorough
 def test_meshes_that_an_override_rules_out_are_not_chosen():
-    found = rc.suggest_mesh(
+    actual = rc.suggest_mesh(
         *make_mlp(6, 8)(8), target="cpu:4", compiled=1, overrides=[("up", jax.P("model"))]
     )
-    errors = {one.mesh["model"]: one.error for one in found.candidates}
+    errors = {one.mesh["model"]: one.error for one in actual.candidates}
     assert errors[1] is errors[2] is None
     assert "multiple" in str(errors[4])
-    assert "cannot be run" in str(found)
+    assert "cannot be run" in str(actual)
 
 
 @pytest.mark.parametrize(
@@ -378,8 +378,8 @@ print("MESH", dict(jax.tree.leaves(state.model)[0].sharding.mesh.shape))
 @pytest.mark.hosts
 def test_processes_choose_the_same_mesh():
     finished = run_processes(PROGRAM, processes=2, devices=2)
-    assert all(one.returncode == 0 for one in finished), finished
-    lines = [line for one in finished for line in one.output.splitlines()]
+    assert all(process.returncode == 0 for process in finished), finished
+    lines = [line for process in finished for line in process.output.splitlines()]
     first, second = (line for line in lines if line.startswith("MESH"))
     assert first == second
     assert sum(line.startswith("Meshes for 4 x cpu") for line in lines) == 1

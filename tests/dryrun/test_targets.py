@@ -76,9 +76,9 @@ def test_names(name, chip, count, hosts, shape):
     ],
 )
 def test_unknown_targets_are_listed_with_valid_ones(name, message):
-    with pytest.raises(ValueError, match=message) as found:
+    with pytest.raises(ValueError, match=message) as actual:
         parse_target(name)
-    assert repr(name) in str(found.value)
+    assert repr(name) in str(actual.value)
 
 
 def test_a_target_is_a_name():
@@ -89,9 +89,9 @@ def test_a_target_is_a_name():
 def test_slices_that_messages_name_exist():
     for chip in TPUS:
         for wrong in ("3x3", "5x5x5", "4x4x130", "1x100"):
-            with pytest.raises(ValueError) as found:  # noqa: PT011
+            with pytest.raises(ValueError) as actual:  # noqa: PT011
                 parse_target(f"{chip.name}:{wrong}")
-            named = re.findall(rf"\b{chip.name}:[\dx]+(?=[,;])", str(found.value))
+            named = re.findall(rf"\b{chip.name}:[\dx]+(?=[,;])", str(actual.value))
             assert len(named) == 5
             for name in named:
                 parse_target(name)
@@ -135,23 +135,23 @@ def held(devices, model=4) -> int:
 def test_more_cpu_devices_than_the_process_has():
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
-    found = place_of(parse_target("cpu:64"))
-    assert (len(found.devices), found.compiler) == (64, "cpu")
-    assert "no official specifications" in found.notes[0]
-    assert held(found.devices, model=64) == 64 * 64 * 4 // 64
+    actual = place_of(parse_target("cpu:64"))
+    assert (len(actual.devices), actual.compiler) == (64, "cpu")
+    assert "no official specifications" in actual.notes[0]
+    assert held(actual.devices, model=64) == 64 * 64 * 4 // 64
     assert jax.devices() == before
-    assert place_of(parse_target("cpu:64")).devices == found.devices
+    assert place_of(parse_target("cpu:64")).devices == actual.devices
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v4:2x2x2", "tpu"), ("h100:2x4", "cuda12")])
 def test_the_cpu_compiler_replaces_a_missing_one(name, extra, monkeypatch):
     monkeypatch.setattr(devices_module, "_installed", lambda compiler: False)
-    found = place_of(parse_target(name))
-    assert (len(found.devices), found.compiler) == (8, "cpu")
-    assert len(found.notes) == 1
-    assert f"pip install 'redcoast[{extra}]'" in found.notes[0]
-    assert "estimates" in found.notes[0]
-    assert held(found.devices) == 64 * 64 * 4 // 4
+    actual = place_of(parse_target(name))
+    assert (len(actual.devices), actual.compiler) == (8, "cpu")
+    assert len(actual.notes) == 1
+    assert f"pip install 'redcoast[{extra}]'" in actual.notes[0]
+    assert "estimates" in actual.notes[0]
+    assert held(actual.devices) == 64 * 64 * 4 // 4
 
 
 def test_devices_of_a_target_compile_a_step_of_ones_own():
@@ -195,8 +195,8 @@ def together(name, **sizes):
     """Bandwidths with CPU devices in place of the target's, in units of a link."""
     target = parse_target(name)
     mesh = rc.make_mesh(**sizes, devices=place_of(parse_target(f"cpu:{target.count}")).devices)
-    found = axis_bandwidths(target, mesh)
-    return {axes: rate / target.chip.link_bandwidth for axes, rate in found.items()}
+    actual = axis_bandwidths(target, mesh)
+    return {axes: rate / target.chip.link_bandwidth for axes, rate in actual.items()}
 
 
 def bandwidths(name, **sizes):
@@ -239,19 +239,19 @@ def test_links_of_a_torus():
 
 def test_several_axes_together():
     # Over one card of each host there is one network card, over eight there are eight.
-    found = together("h100:2x8", data=2, fsdp=8)
-    assert found["data"] == pytest.approx(50 / 450)
-    assert (found["fsdp"], found["data+fsdp"], found["data+model"]) == (1, 1, found["data"])
+    actual = together("h100:2x8", data=2, fsdp=8)
+    assert actual["data"] == pytest.approx(50 / 450)
+    assert (actual["fsdp"], actual["data+fsdp"], actual["data+model"]) == (1, 1, actual["data"])
     # 16 along two closed dimensions and 4 along the third: all 64 have six links each.
-    found = together("v4:4x4x4", data=1, fsdp=16, model=4)
-    assert [found[axes] for axes in ("data+fsdp", "fsdp+model", "data+fsdp+model")] == [4, 6, 6]
-    assert list(found)[3:] == ["data+fsdp", "data+model", "fsdp+model", "data+fsdp+model"]
+    actual = together("v4:4x4x4", data=1, fsdp=16, model=4)
+    assert [actual[axes] for axes in ("data+fsdp", "fsdp+model", "data+fsdp+model")] == [4, 6, 6]
+    assert list(actual)[3:] == ["data+fsdp", "data+model", "fsdp+model", "data+fsdp+model"]
 
 
 def test_chips_that_are_two_devices():
     # The two halves are joined six times as fast, and share the links of their chip.
-    found = bandwidths("tpu7x:4x4x4", data=1, fsdp=64, model=2)
-    assert found == {"data": 1, "fsdp": 6 / 2, "model": 6}
+    actual = bandwidths("tpu7x:4x4x4", data=1, fsdp=64, model=2)
+    assert actual == {"data": 1, "fsdp": 6 / 2, "model": 6}
     # All eight devices of four chips: 3/4 of all must enter a chip, over two links.
     assert bandwidths("tpu7x:2x2x1", data=1, model=8)["model"] == pytest.approx(
         2 * (7 / 8) / (3 / 4)
@@ -273,12 +273,12 @@ def test_devices_with_coordinates():
     devices = [Placed(index, place) for index, place in enumerate(places)]
     link = target.chip.link_bandwidth
     mesh = rc.make_mesh(fsdp=2, model=4, devices=devices)
-    found = axis_bandwidths(target, mesh)
-    assert [found[axis] / link for axis in ("data", "fsdp", "model")] == [1, 1, 1]
+    actual = axis_bandwidths(target, mesh)
+    assert [actual[axis] / link for axis in ("data", "fsdp", "model")] == [1, 1, 1]
     mesh = rc.make_mesh(fsdp=4, model=2, devices=devices)
     # `model`: neighbours. `fsdp`: both of the first axis, and every other one of the second.
-    found = axis_bandwidths(target, mesh)
-    assert [found[axis] / link for axis in ("data", "fsdp", "model")] == [1, 1.5, 1]
+    actual = axis_bandwidths(target, mesh)
+    assert [actual[axis] / link for axis in ("data", "fsdp", "model")] == [1, 1.5, 1]
 
 
 def test_several_slices_are_connected_by_the_network_of_their_hosts():

@@ -93,12 +93,12 @@ def test_hours_and_prices(real):
 
 @pytest.mark.usefixtures("faked")
 def test_targets_that_fit_come_first_and_the_fastest_of_them_at_the_top():
-    found = compare("cpu:1", "cpu:4", "cpu:8", "cpu:2", steps=3600, price={"cpu": 1, "cpu:2": 3})
-    assert list(found.runs) == ["cpu:2", "cpu:1", "cpu:4"]
-    assert found.errors == {"cpu:8": "It cannot be divided."}
-    costs = {name: (cost.hours, cost.price) for name, cost in found.costs.items()}
+    actual = compare("cpu:1", "cpu:4", "cpu:8", "cpu:2", steps=3600, price={"cpu": 1, "cpu:2": 3})
+    assert list(actual.runs) == ["cpu:2", "cpu:1", "cpu:4"]
+    assert actual.errors == {"cpu:8": "It cannot be divided."}
+    costs = {name: (cost.hours, cost.price) for name, cost in actual.costs.items()}
     assert costs == {"cpu:2": (1.0, 6.0), "cpu:1": (4.0, 4.0), "cpu:4": (2.0, 8.0)}
-    lines = str(found).splitlines()
+    lines = str(actual).splitlines()
     assert lines[0].split()[-3:] == ["device", "hours", "price"]
     assert [line.split()[0] for line in lines[1:4]] == ["cpu:2", "cpu:1", "cpu:4"]
     assert "too much" in lines[3]
@@ -210,7 +210,7 @@ def test_options_that_do_not_go_together(config_json, options, words, capsys, mo
     compiled = []
     monkeypatch.setattr(rc, "dry_run", lambda *args, **options: compiled.append(args))
     monkeypatch.setattr(rc, "compare_targets", lambda *args, **options: compiled.append(args))
-    given = {"model": config_json, "target": "cpu:2", "mesh": "data=2", "seq": 8}
-    assert status(**given | options) == 2
+    settings = {"model": config_json, "target": "cpu:2", "mesh": "data=2", "seq": 8}
+    assert status(**settings | options) == 2
     assert re.search(words, " ".join(capsys.readouterr().err.split()))
     assert not compiled  # which takes minutes

@@ -44,13 +44,13 @@ def test_a_small_program(name):
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
     target = parse_target(name)
-    found = place_of(target)
-    assert (found.compiler, found.notes, len(found.devices)) == ("tpu", (), target.count)
-    assert {device.device_kind for device in found.devices} == {target.chip.device_kind}
-    assert len({device.process_index for device in found.devices}) == target.hosts
+    actual = place_of(target)
+    assert (actual.compiler, actual.notes, len(actual.devices)) == ("tpu", (), target.count)
+    assert {device.device_kind for device in actual.devices} == {target.chip.device_kind}
+    assert len({device.process_index for device in actual.devices}) == target.hosts
     side = 16 * target.count
     lowered = lower(
-        lambda x, w: x @ w, found.devices, *[(side, side)] * 2, model=min(target.count, 4)
+        lambda x, w: x @ w, actual.devices, *[(side, side)] * 2, model=min(target.count, 4)
     )
     compiled: Any = lowered.compile()
     assert compiled.memory_analysis().argument_size_in_bytes >= 2 * side**2 * 4 // target.count
@@ -64,10 +64,10 @@ def test_a_program_that_is_just_too_large(name, size):
     target = parse_target(f"{name}:{size}")
     device = place_of(target).devices[:1]
     rows = target.chip.usable // (4 * 2**20)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as found:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as actual:
         lower(lambda x: x + 1, device, (rows + 2**8, 2**20)).compile()
-    limit = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(found.value))
-    assert limit is not None, str(found.value)
+    limit = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(actual.value))
+    assert limit is not None, str(actual.value)
     # The compilers of JAX 0.10 leave 0.01 GiB more on some chips than those of 0.12.
     assert float(limit[1]) == pytest.approx(target.chip.usable / 2**30, abs=0.016)
     # Less by an eighth of a GiB than that, it compiles.

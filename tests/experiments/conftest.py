@@ -72,4 +72,4 @@ def collectives(monkeypatch):
             experiment.main(config)
         return [kind for kind in kinds if f" {kind}" in text]
 
-    return found
+    return actual

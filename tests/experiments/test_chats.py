@@ -62,8 +62,8 @@ def test_all_of_the_text_is_there_and_the_answers_are_learned(name):
     render = renderer(template, {})
     tokens, learned = learn(render, CHAT)
     assert BYTES.decode(tokens.tolist()) == render(CHAT, add_generation_prompt=False)
-    found = BYTES.decode(tokens[learned].tolist())
-    assert found == (LEARNED["chatml"][1] if expected is None else expected)
+    actual = BYTES.decode(tokens[learned].tolist())
+    assert actual == (LEARNED["chatml"][1] if expected is None else expected)
 
 
 def test_chats_with_spaces_and_thoughts_are_learned():
@@ -98,9 +98,9 @@ def test_tokens_are_those_of_the_whole_text():
     of = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     tokens, learned = learn(render, CHAT[1:], of)
     assert tokens.tolist() == of(render(CHAT[1:], add_generation_prompt=False))
-    found = tokenizer.decode(tokens[learned].tolist())
-    assert all(answer in found for answer in ANSWERS)
-    assert "legs?" not in found
+    actual = tokenizer.decode(tokens[learned].tolist())
+    assert all(answer in actual for answer in ANSWERS)
+    assert "legs?" not in actual
 
 
 def test_templates_whose_answers_cannot_be_told_apart_are_refused(refused):
@@ -127,13 +127,13 @@ def test_packed_chats_are_all_there_and_apart():
     alone = [learn(render, chat, seq=seq) for chat in chats]
     rows = _corpus.packed_chats(chats, render, encode, seq)
     assert len(rows) < len(chats)
-    found = []
+    actual = []
     for tokens, learned, segments in rows:
         assert tokens.shape == learned.shape == segments.shape == (seq + 1,)
         assert ((segments == 0) == (tokens < 0)).all()
         assert not learned[segments == 0].any()
         for number in range(1, segments.max() + 1):
             here = segments == number
-            found.append((tokens[here].tolist(), learned[here].tolist()))
+            actual.append((tokens[here].tolist(), learned[here].tolist()))
     expected = [(tokens.tolist(), learned.tolist()) for tokens, learned in alone]
-    assert sorted(found) == sorted(expected)
+    assert sorted(actual) == sorted(expected)

@@ -46,8 +46,8 @@ def test_recall_is_the_fraction_of_rows_with_a_right_one_among_the_best(clip):
     rng = np.random.default_rng(0)
     scores, right = rng.normal(size=(40, 9)), rng.random((40, 9)) < 0.2
     for k in (1, 3, 9):
-        found = 0
+        actual = 0
         for row, good in zip(scores, right, strict=True):
             best = sorted(range(9), key=lambda i: -row[i])[:k]
-            found += any(good[i] for i in best)
-        assert clip.recall(scores, right, k) == found / 40
+            actual += any(good[i] for i in best)
+        assert clip.recall(scores, right, k) == actual / 40

@@ -85,8 +85,8 @@ def test_gradients_are_clipped_one_by_one(experiment):
         ]
 
     loss_fn = experiment.private_loss(squared_error, eqx.is_inexact_array, clip, 0.0, 5)
-    found = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, (x, y, real), jax.random.key(1))
-    for a, b in zip(jax.tree.leaves(found), expected, strict=True):
+    actual = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, (x, y, real), jax.random.key(1))
+    for a, b in zip(jax.tree.leaves(actual), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -113,14 +113,14 @@ def test_noise_has_the_given_deviation(experiment):
 
 def moments_accountant(rate, noise, steps, delta):
     """Epsilon by Mironov et al. (2019, arXiv:1908.10530), for orders that are integers."""
-    found = []
+    actual = []
     for order in range(2, 64):
         k = np.arange(order + 1)
         choose = [math.log(math.comb(order, i)) for i in k]
         terms = choose + k * math.log(rate) + (order - k) * math.log1p(-rate)
         moment = logsumexp(terms + k * (k - 1) / (2 * noise**2))
-        found.append((steps * moment - math.log(delta)) / (order - 1))
-    return min(found)
+        actual.append((steps * moment - math.log(delta)) / (order - 1))
+    return min(actual)
 
 
 def test_epsilon_of_the_paper_is_an_upper_bound(experiment, config):
@@ -128,8 +128,8 @@ def test_epsilon_of_the_paper_is_an_upper_bound(experiment, config):
     bound = moments_accountant(0.01, 4, 10000, 1e-5)
     assert bound == pytest.approx(1.26, abs=0.005)
     c = config(noise=4.0, batch_size=100)
-    (found,) = experiment.privacy_losses(c, 10000, 160, [10000])
-    assert 0.7 * bound < found < bound
+    (actual,) = experiment.privacy_losses(c, 10000, 160, [10000])
+    assert 0.7 * bound < actual < bound
 
 
 def test_epsilon_without_sampling_is_that_of_the_gaussian_mechanism(experiment, config):
@@ -138,8 +138,8 @@ def test_epsilon_without_sampling_is_that_of_the_gaussian_mechanism(experiment, 
     delta = lambda e: norm.cdf(mean / 2 - e / mean) - math.exp(e) * norm.cdf(-mean / 2 - e / mean)
     exact = brentq(lambda e: delta(e) - 1e-5, 0, 20)
     c = config(noise=6.0, batch_size=100)
-    (found,) = experiment.privacy_losses(c, 100, 136, [9])
-    assert found == pytest.approx(exact, rel=5e-3)
+    (actual,) = experiment.privacy_losses(c, 100, 136, [9])
+    assert actual == pytest.approx(exact, rel=5e-3)
 
 
 def test_without_noise_there_is_no_privacy(experiment, config):

@@ -86,5 +86,5 @@ def test_the_loss_is_that_of_hinton(fits):
         -log_softmax(x)[y] * (y >= 0) for x, y in zip(student, batch["labels"], strict=True)
     ]
     expected = 0.7 * 9 * np.mean(divergences) + 0.3 * np.mean(surprises)
-    found = fits[2]["loss_fn"](model, batch, None)
-    assert float(found) == pytest.approx(expected, rel=1e-4)
+    actual = fits[2]["loss_fn"](model, batch, None)
+    assert float(actual) == pytest.approx(expected, rel=1e-4)

@@ -175,9 +175,9 @@ def fitting(config_json, monkeypatch, first, others, usable=None):
         for size, peak in others.items()
     )
     best = candidates[0]
-    found = rc.MeshSuggestion(best.mesh, best.fits is True, "cpu:2", None, candidates)
+    actual = rc.MeshSuggestion(best.mesh, best.fits is True, "cpu:2", None, candidates)
     monkeypatch.setattr(module.rc, "dry_run", run)
-    monkeypatch.setattr(module.rc, "suggest_mesh", lambda *args, **options: found)
+    monkeypatch.setattr(module.rc, "suggest_mesh", lambda *args, **options: actual)
     workload = script("redcoast_cli._workload").make_workload(str(config_json), 8)
     module.dry_run_to_fit(workload, 2, "cpu:2", usable=usable)
     return asked
@@ -187,9 +187,9 @@ def fitting(config_json, monkeypatch, first, others, usable=None):
 def test_the_best_meshes_with_and_without_stages_are_compared(config_json, capsys):
     options = {"model": str(config_json), "target": "cpu:4", "seq": 16, "batch": 8}
     assert dry_run(compare=True, json=True, **options) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"pipe" in one["mesh"] for one in found["meshes"]} == {True, False}
-    assert ["pipe" in run["mesh"] for run in found["runs"]] == [True, False]
+    actual = json.loads(capsys.readouterr().out)
+    assert {"pipe" in one["mesh"] for one in actual["meshes"]} == {True, False}
+    assert ["pipe" in run["mesh"] for run in actual["runs"]] == [True, False]
     assert dry_run(compare=True, **options) == 0
     out = capsys.readouterr().out
     assert re.search(
@@ -333,8 +333,8 @@ def test_the_longest_sequence_by_trying_all(limit, start):
     module = script("redcoast_cli._reach")
     asked = []
     fits = lambda seq: asked.append(seq) or seq <= limit
-    found = module.longest_sequence(fits, start)
-    assert found == min(limit // 128 * 128, 2**20)
+    actual = module.longest_sequence(fits, start)
+    assert actual == min(limit // 128 * 128, 2**20)
     assert len(asked) == len(set(asked)) < 30
 
 
@@ -358,17 +358,17 @@ def test_rows_of_the_paper_have_models_and_halves():
 def cell(model, column, peak, **more):
     memory = {"temporaries": 0, "peak": peak * 2**30}
     sizes = {"seq": 512, "target": "v4:2x2x2", "compiler": "tpu", "mesh": {"fsdp": 8, "model": 1}}
-    found = {"model": model, "column": column, "memory": memory, "usable": 32 * 2**30, **sizes}
-    return found | {"fits": peak <= 32, "sent_bytes": 2e9} | more
+    actual = {"model": model, "column": column, "memory": memory, "usable": 32 * 2**30, **sizes}
+    return actual | {"fits": peak <= 32, "sent_bytes": 2e9} | more
 
 
 def test_cells_are_added_or_replaced(tmp_path):
     module, file = script("_cells"), tmp_path / "cells.json"
     for one in (cell("a", "paper", 1), cell("b", "paper", 2), cell("a", "paper", 3)):
         module.write_cell(file, one)
-    found = {(one["model"], one["column"]): one for one in module.read_cells(file)}
-    assert set(found) == {("a", "paper"), ("b", "paper")}
-    assert found["a", "paper"]["memory"]["peak"] == 3 * 2**30
+    actual = {(one["model"], one["column"]): one for one in module.read_cells(file)}
+    assert set(actual) == {("a", "paper"), ("b", "paper")}
+    assert actual["a", "paper"]["memory"]["peak"] == 3 * 2**30
 
 
 def test_tables_list_the_variants_that_fit():
@@ -464,8 +464,8 @@ def test_shardings_by_hand_are_those_of_megatron(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     workload = script("redcoast_cli._workload").make_workload(str(tmp_path), 16)
     plan = script("megatron_ahead").plan_by_hand(make_job(*workload.arguments(4)), mesh)
-    found = jax.tree_util.tree_leaves_with_path(plan.shardings.model)
-    found = {jax.tree_util.keystr(p, simple=True, separator="/"): s.spec for p, s in found}
+    actual = jax.tree_util.tree_leaves_with_path(plan.shardings.model)
+    actual = {jax.tree_util.keystr(p, simple=True, separator="/"): s.spec for p, s in actual}
     norms = ("layers/attention_norm", "layers/mlp_norm", "norm")
     wanted = {
         "embed": P("model", "fsdp"),
@@ -478,7 +478,7 @@ def test_shardings_by_hand_are_those_of_megatron(tmp_path):
         "layers/up": P(None, "fsdp", "model"),
         "layers/down": P(None, "model", "fsdp"),
     }
-    split = {name: spec for name, spec in found.items() if name not in norms}
+    split = {name: spec for name, spec in actual.items() if name not in norms}
     assert {k: tuple(v) for k, v in split.items()} == {k: tuple(v) for k, v in wanted.items()}
     assert plan.constrain(len) is len
 

@@ -27,9 +27,9 @@ def test_states_rewards_and_ends_are_gymnasiums(environments, name):
         action = rng.integers(2) if name == "CartPole-v1" else rng.uniform(-1, 1, 1)
         given = action if name == "CartPole-v1" else 2 * action  # its torque is from -2 to 2
         seen, reward, terminated, _, _ = reference.step(given)
-        env_state, found, done = step(env_state, jnp.asarray(action))
+        env_state, actual, done = step(env_state, jnp.asarray(action))
         np.testing.assert_allclose(observe(env_state), seen, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(found, reward, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(actual, reward, rtol=1e-3, atol=1e-4)
         assert done == terminated
         if terminated:
             ends += 1
@@ -44,7 +44,7 @@ def test_episodes_start_from_gymnasiums_distribution(environments):
     for name, environment in environments.ENVIRONMENTS.items():
         spec = gymnasium.spec(name)
         reference: Any = gymnasium.make(name)
-        found = jax.vmap(environment.reset)(jax.random.split(jax.random.key(0), 2000))
+        actual = jax.vmap(environment.reset)(jax.random.split(jax.random.key(0), 2000))
         states = []
         for seed in range(500):
             reference.reset(seed=seed)
@@ -52,7 +52,7 @@ def test_episodes_start_from_gymnasiums_distribution(environments):
         for statistic in (np.min, np.mean, np.max):
             expected = statistic(states, axis=0)
             scale = np.ptp(states, axis=0)
-            assert (np.abs(statistic(found, axis=0) - expected) < 0.06 * scale).all()
+            assert (np.abs(statistic(actual, axis=0) - expected) < 0.06 * scale).all()
         assert environment.limit == spec.max_episode_steps
 
 
@@ -65,12 +65,12 @@ def test_an_episode_that_ends_is_followed_by_the_next(environments):
     returns = np.zeros(3)
     for i in range(60):
         before = envs
-        envs, found = step(envs, jnp.array([1, 1, i % 2]), jax.random.key(i))
-        np.testing.assert_array_equal(found["observation"], before["env_state"])
+        envs, actual = step(envs, jnp.array([1, 1, i % 2]), jax.random.key(i))
+        np.testing.assert_array_equal(actual["observation"], before["env_state"])
         returns += 1
-        done = np.asarray(found["done"])
+        done = np.asarray(actual["done"])
         # What the last transition led to is not the first observation of the next episode.
-        outside = np.abs(found["next_observation"][:, 2]) > 12 * np.pi / 180
+        outside = np.abs(actual["next_observation"][:, 2]) > 12 * np.pi / 180
         np.testing.assert_array_equal(done, outside)
         assert (np.abs(envs["env_state"][done]) < 0.05).all()
         np.testing.assert_array_equal(np.asarray(envs["last_return"])[done], returns[done])
@@ -84,11 +84,13 @@ def test_a_time_limit_truncates(environments):
     envs = environments.reset_envs(environment, jax.random.key(0), 2)
     policy = lambda observations, key: jnp.zeros((2, 1))
     run = jax.jit(lambda envs, key: environments.rollout(environment, policy, envs, key, 201))
-    envs, found = run(envs, jax.random.key(0))
-    assert found["reward"].shape == (2, 201)
-    assert not found["terminated"].any()
-    assert np.flatnonzero(found["done"][0]).tolist() == [199]
-    np.testing.assert_allclose(envs["last_return"], found["reward"][:, :200].sum(axis=1), rtol=1e-5)
+    envs, actual = run(envs, jax.random.key(0))
+    assert actual["reward"].shape == (2, 201)
+    assert not actual["terminated"].any()
+    assert np.flatnonzero(actual["done"][0]).tolist() == [199]
+    np.testing.assert_allclose(
+        envs["last_return"], actual["reward"][:, :200].sum(axis=1), rtol=1e-5
+    )
 
 
 def seed_of(key, count):
@@ -103,11 +105,11 @@ def test_environments_on_the_host_make_the_same_transitions(environments):
     seen, _ = single.reset(seed=seed_of(key, 3))
     total, ends = 0.0, 0
     for _ in range(60):
-        found = envs.step(np.ones(3, int))
+        actual = envs.step(np.ones(3, int))
         after, reward, terminated, truncated, _ = single.step(1)
-        np.testing.assert_array_equal(found["observation"][0], seen)
-        np.testing.assert_array_equal(found["next_observation"][0], after)
-        assert found["done"][0] == (terminated or truncated)
+        np.testing.assert_array_equal(actual["observation"][0], seen)
+        np.testing.assert_array_equal(actual["next_observation"][0], after)
+        assert actual["done"][0] == (terminated or truncated)
         total, seen = total + reward, after
         if terminated or truncated:
             assert envs.last_return[0] == total
@@ -121,8 +123,8 @@ def test_a_resumed_run_has_new_initial_states_on_the_host(environments):
 
     def observations(keys):
         envs = environments.HostEnvs("CartPole-v1", 2)
-        found = [envs.rollout(policy, jax.random.key(i), 4)["observation"] for i in keys]
-        return np.concatenate(found, axis=1)
+        actual = [envs.rollout(policy, jax.random.key(i), 4)["observation"] for i in keys]
+        return np.concatenate(actual, axis=1)
 
     whole = observations([1, 2])
     assert whole.shape == (2, 8, 4)
@@ -138,16 +140,16 @@ def test_continuous_actions_are_scaled_to_those_of_the_environment(environments)
     envs.reset(key)
     single: Any = gymnasium.make("Pendulum-v1")
     single.reset(seed=seed_of(key, 1))
-    found = envs.step(np.full((1, 1), 0.5, np.float32))
+    actual = envs.step(np.full((1, 1), 0.5, np.float32))
     np.testing.assert_allclose(
-        found["reward"], single.step(np.array([1.0], np.float32))[1], rtol=1e-5
+        actual["reward"], single.step(np.array([1.0], np.float32))[1], rtol=1e-5
     )
 
 
 def test_the_mean_return_is_that_of_first_episodes(environments):
     """Episodes that follow a short one, while others go on, do not count."""
     policy = lambda observations, key: np.ones(len(observations), int)
-    found = environments.mean_return("CartPole-v1", policy, episodes=5, key=jax.random.key(3))
+    actual = environments.mean_return("CartPole-v1", policy, episodes=5, key=jax.random.key(3))
     seed = seed_of(jax.random.split(jax.random.key(3))[0], 5)
     returns = []
     for i in range(5):
@@ -155,7 +157,7 @@ def test_the_mean_return_is_that_of_first_episodes(environments):
         env.reset(seed=seed + i)
         returns.append(next(n for n in range(1, 500) if env.step(1)[2]))
     assert len(set(returns)) > 1
-    assert found == pytest.approx(np.mean(returns))
+    assert actual == pytest.approx(np.mean(returns))
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def test_other_environments_are_refused(experiment, config, capsys):
 
 def test_equal_returns_have_the_average_of_their_ranks(experiment):
     returns = np.random.default_rng(0).integers(8, size=30).astype(np.float32)
-    found = jax.jit(experiment.centred_ranks)(jnp.asarray(returns))
+    actual = jax.jit(experiment.centred_ranks)(jnp.asarray(returns))
     ranks = stats.rankdata(returns, method="average")  # from 1
-    np.testing.assert_allclose(found, (ranks - 1) / 29 - 0.5, atol=1e-6)
+    np.testing.assert_allclose(actual, (ranks - 1) / 29 - 0.5, atol=1e-6)
     np.testing.assert_array_equal(experiment.centred_ranks(jnp.full(5, 500.0)), np.zeros(5))
 
 
@@ -77,13 +77,13 @@ def test_the_gradient_is_that_of_the_expected_return(experiment, script, config,
         experiment.main(config(environment="Pendulum-v1", sigma=0.02))
     ((init_fn, loss_fn),) = seen
     policy = init_fn(jax.random.key(0))
-    given = (policy, jnp.arange(4000), jax.random.key(1))
-    found = eqx.filter_jit(eqx.filter_grad(loss_fn, has_aux=True))(*given)[0]
+    args = (policy, jnp.arange(4000), jax.random.key(1))
+    actual = eqx.filter_jit(eqx.filter_grad(loss_fn, has_aux=True))(*args)[0]
     expected = eqx.filter_grad(lambda p: -slope @ jnp.tanh(p(jnp.ones(3))))(policy)
-    found, expected = (
+    actual, expected = (
         np.concatenate([np.ravel(x) for x in jax.tree.leaves(eqx.filter(t, eqx.is_array))])
-        for t in (found, expected)
+        for t in (actual, expected)
     )
     # Ranks keep the direction of the gradient, and not its length.
-    cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)
+    cosine = actual @ expected / np.linalg.norm(actual) / np.linalg.norm(expected)
     assert cosine > 0.98

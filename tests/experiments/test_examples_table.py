@@ -34,11 +34,11 @@ def test_a_table_has_the_figures_of_all_seeds(page):
 def test_rows_without_new_results_stay_as_they_are(page):
     assert examples.table({}, page) == page
     seeds = {str(seed): {"mean_return": 7.0, "processor_minutes": 1} for seed in PPO.seeds}
-    found = examples.table({"ppo": {"seeds": seeds}}, page)
-    assert cells(found, "ppo")[4:] == ["7, 7, 7", "1.0", "1.50"]
-    changed = zip(page.splitlines(), found.splitlines(), strict=True)
+    actual = examples.table({"ppo": {"seeds": seeds}}, page)
+    assert cells(actual, "ppo")[4:] == ["7, 7, 7", "1.0", "1.50"]
+    changed = zip(page.splitlines(), actual.splitlines(), strict=True)
     assert [new for old, new in changed if old != new] == [
-        line for line in found.splitlines() if "[`ppo.py`]" in line
+        line for line in actual.splitlines() if "[`ppo.py`]" in line
     ]
 
 

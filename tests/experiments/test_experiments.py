@@ -52,8 +52,8 @@ def number_after(words, output):
 
 
 def only_run(directory):
-    (found,) = directory.iterdir()
-    return found
+    (actual,) = directory.iterdir()
+    return actual
 
 
 SCRIPTS = [
@@ -594,10 +594,10 @@ def test_a_run_is_plotted_and_published(script, tmp_path, monkeypatch):
     assert len(seen["loss"].lines) == 3  # each step, their mean, and the validation
     (tmp_path / "run" / "samples.txt").write_text("Some <text>.")
     (tmp_path / "run" / "tensorboard").mkdir()
-    found = []
-    monkeypatch.setattr(publish, "to_tensorboard", lambda *args: found.append(args))
+    actual = []
+    monkeypatch.setattr(publish, "to_tensorboard", lambda *args: actual.append(args))
     publish.publish(tmp_path / "run", {"accuracy": 0.5})
-    ((_, step, pictures, texts, figures),) = found
+    ((_, step, pictures, texts, figures),) = actual
     assert (step, texts, figures) == (60, {"samples": "Some <text>."}, {"accuracy": 0.5})
     assert [path.name for path in pictures] == ["run.png"]
 

@@ -128,13 +128,13 @@ def scaffold(c, weights, batches, clients):
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", few_of(METHODS, "scaffold"))
 def test_rounds_are_those_of_the_paper(start, method):
-    found = start(method, stragglers=0.5)
-    state, step, _ = found.prepared
-    assert {int(x) for batch in found.batches for x in batch["active"].sum(axis=1)} == {1, 2, 3, 4}
+    actual = start(method, stragglers=0.5)
+    state, step, _ = actual.prepared
+    assert {int(x) for batch in actual.batches for x in batch["active"].sum(axis=1)} == {1, 2, 3, 4}
     joined = lambda x: np.hstack([x["network"].weight, x["network"].bias[:, None]])
     weights = joined(state.model).astype(np.float64)
-    reference = globals()[method](found.c, weights, found.batches, found.clients)
-    for batch, (weights, controls) in zip(found.batches, reference, strict=True):
+    reference = globals()[method](actual.c, weights, actual.batches, actual.clients)
+    for batch, (weights, controls) in zip(actual.batches, reference, strict=True):
         state, _ = step(state, batch)
         np.testing.assert_allclose(joined(state.model), weights, rtol=1e-4, atol=1e-5)
         if controls is not None:  # the weights of a client's row are flat, then come the biases
@@ -145,18 +145,18 @@ def test_rounds_are_those_of_the_paper(start, method):
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", few_of(METHODS, "scaffold"))
 def test_a_round_has_one_all_reduce(start, method):
-    found = start(method)
-    state, step, plan = found.prepared
-    program = step.lower(state, found.batches[0]).compile()
-    found = collectives(program.as_text(), plan.mesh)
-    counts = collections.Counter({one.kind: 0 for one in found})
-    for one in found:
+    actual = start(method)
+    state, step, plan = actual.prepared
+    program = step.lower(state, actual.batches[0]).compile()
+    actual = collectives(program.as_text(), plan.mesh)
+    counts = collections.Counter({one.kind: 0 for one in actual})
+    for one in actual:
         counts[one.kind] += one.count
     # The clients of a round and their control variates go to all devices.
     gathered = {"all-gather": 2} if method == "scaffold" else {}
     assert counts == {"all-reduce": 1} | gathered
-    estimated = sum(one.bytes for one in plan.report.program.traffic)
-    assert estimated == sum(one.count * one.sent_bytes for one in found)
+    estimated = sum(line.bytes for line in plan.report.program.traffic)
+    assert estimated == sum(one.count * one.sent_bytes for one in actual)
 
 
 @pytest.mark.parametrize(("alpha", "least", "most"), [(0.05, 0.6, 1), (100.0, 0.1, 0.25)])

@@ -57,8 +57,8 @@ def test_losses_are_the_same_on_every_mesh(example, tmp_path, monkeypatch):
     }
     assert [*losses["1"]] == [*range(1, SHORT + 1)]
     for mesh in ("8", "2x4"):
-        found, expected = ([*losses[x].values()] for x in (mesh, "1"))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        actual, expected = ([*losses[x].values()] for x in (mesh, "1"))
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddpg", "maddpg"])
@@ -67,12 +67,12 @@ def test_meshes_differ_no_more_than_weights_that_differ_by_rounding(name, tmp_pa
     script, out = EXPERIMENTS / "benchmarks" / "rounding.py", tmp_path / "differences.json"
     command = [sys.executable, str(script), "--names", name, "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found = {k: np.maximum.accumulate(x) for k, x in json.loads(out.read_text())[name].items()}
-    changed = found.pop("changed weights")
+    actual = {k: np.maximum.accumulate(x) for k, x in json.loads(out.read_text())[name].items()}
+    changed = actual.pop("changed weights")
     assert changed[6] < 1e-12  # a difference of the programs would be seen here
     assert changed[-1] > 1e-4
-    assert found.keys() == {"8", "2x4"}
-    for differences in found.values():
+    assert actual.keys() == {"8", "2x4"}
+    for differences in actual.values():
         assert len(differences) == SHORT
         assert (differences < 1e-12 + 10 * changed).all()
 

@@ -21,9 +21,9 @@ def gpu(script, monkeypatch):
 @pytest.mark.integration
 def test_the_smallest_setting(gpu, tmp_path, capsys):
     rows = gpu.main(gpu.Config(size="tiny", steps=3, out=tmp_path))
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert not found["failed"]
-    assert found["rows"] == json.loads(json.dumps(rows))
+    actual = json.loads((tmp_path / "gpu.json").read_text())
+    assert not actual["failed"]
+    assert actual["rows"] == json.loads(json.dumps(rows))
     measured = {row["what"]: row["measured"] for row in rows}
     names = ("fit, ", "MFU, fit", "time to the first step", "bare jit", "bandwidth", "generation")
     assert all(any(what.startswith(name) for what in measured) for name in names)

@@ -154,19 +154,19 @@ def test_problems_that_are_half_solved_are_preferred_and_none_is_answered_twice(
 def test_each_pass_has_every_answer_once(experiment, config):
     c = config(epochs=2, minibatches=2)
     data = {"x": np.arange(16), "y": np.arange(48).reshape(16, 3)}
-    found = jax.tree.map(np.asarray, experiment.minibatches(c, data))
-    assert found["x"].shape == (4, 8)
-    assert found["y"].shape == (4, 8, 3)
-    for part in (found["x"][:2], found["x"][2:]):
+    actual = jax.tree.map(np.asarray, experiment.minibatches(c, data))
+    assert actual["x"].shape == (4, 8)
+    assert actual["y"].shape == (4, 8, 3)
+    for part in (actual["x"][:2], actual["x"][2:]):
         np.testing.assert_array_equal(np.sort(part.reshape(-1)), data["x"])
-    np.testing.assert_array_equal(found["y"][..., 0], 3 * found["x"])
+    np.testing.assert_array_equal(actual["y"][..., 0], 3 * actual["x"])
 
 
 def test_only_answers_of_whole_groups_are_learned(script):
     rollout = {"fresh": np.zeros((3, 4), bool), "length": np.array([2, 4, 0])}
     rollout |= {"done": np.array([True, False, True])}
-    found = np.asarray(script("_rollouts").learned_tokens(rollout))
-    assert found.tolist() == [[True, True, False, False], [False] * 4, [False] * 4]
+    actual = np.asarray(script("_rollouts").learned_tokens(rollout))
+    assert actual.tolist() == [[True, True, False, False], [False] * 4, [False] * 4]
 
 
 def test_options_without_a_meaning_are_refused(experiment, config, capsys, tmp_path):

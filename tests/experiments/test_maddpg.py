@@ -74,7 +74,7 @@ def test_each_actor_follows_its_critic_given_the_actions_of_the_others(experimen
     rng = np.random.default_rng(0)
     shapes = {"observation": (2, 4, 3, 18), "action": (2, 4, 3, 2), "target": (2, 4, 3)}
     batch = {k: to_device(rng.normal(size=s), np.float32) for k, s in shapes.items()}
-    found = jax.jit(lambda batch: experiment.loss_fn(model, batch, None))(batch)
+    actual = jax.jit(lambda batch: experiment.loss_fn(model, batch, None))(batch)
     errors, gains, sizes = [], [], []
     for row in np.ndindex(2, 4):
         seen, taken, target = (np.asarray(batch[name][row]) for name in shapes)
@@ -86,7 +86,7 @@ def test_each_actor_follows_its_critic_given_the_actions_of_the_others(experimen
             mixed[agent] = chosen[agent]
             gains.append(float(experiment.values(model, seen, mixed)[agent]))
     expected = 3 * (np.mean(errors) - np.mean(gains) + 1e-3 * np.mean(sizes))  # of three agents
-    assert float(found) == pytest.approx(expected, rel=1e-4)
+    assert float(actual) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.thorough
@@ -98,11 +98,11 @@ def test_the_networks_of_each_agent_are_clipped_by_their_own_norm(experiment, co
     draw = lambda x: scales.reshape(3, *[1] * (x.ndim - 1)) * rng.normal(size=x.shape)
     gradient = jax.tree.map(lambda x: to_device(draw(x), np.float32), model)
     clip = experiment.clip_networks(0.5)
-    found, _ = clip.update(gradient, clip.init(model), model)
+    actual, _ = clip.update(gradient, clip.init(model), model)
     for name, agent in it.product(("actors", "critics"), range(3)):
         before, after = (
             [np.asarray(x[agent]) for x in jax.tree.leaves(tree[name])]
-            for tree in (gradient, found)
+            for tree in (gradient, actual)
         )
         norm = np.sqrt(sum(np.sum(x**2) for x in before))
         assert (norm > 0.5) == (agent > 0)
@@ -114,9 +114,9 @@ def test_initial_states_depend_on_the_seed_of_the_run_and_on_the_iteration(exper
     config = lambda seed: experiment.Config(run=script("_options").Run(seed=seed))
     seeds = lambda seed, stream, number: experiment.episode_seeds(config(seed), stream, number, 8)
     places = [(seed, stream, i) for seed in (0, 1) for stream in (0, 1) for i in (0, 1, 2)]
-    found = [seeds(*place) for place in places]
-    assert found == [seeds(*place) for place in places]  # also after a resume
-    assert len({*sum(found, [])}) == 8 * len(places)
+    actual = [seeds(*place) for place in places]
+    assert actual == [seeds(*place) for place in places]  # also after a resume
+    assert len({*sum(actual, [])}) == 8 * len(places)
 
 
 @pytest.mark.thorough
@@ -124,22 +124,22 @@ def test_episodes_are_those_of_the_environment_and_repeat_with_the_seed(experime
     envs = [simple_spread_v3.parallel_env(continuous_actions=True) for _ in range(2)]
     push = np.array([[0.5, -1.0], [-0.25, 0.0], [1.0, 0.75]], np.float32)
     policy = lambda seen, key: np.broadcast_to(push, (2, 3, 2))
-    found = experiment.play(envs, policy, jax.random.key(0), [7, 8])
+    actual = experiment.play(envs, policy, jax.random.key(0), [7, 8])
     again = experiment.play(envs, policy, jax.random.key(0), [7, 8])
-    jax.tree.map(np.testing.assert_array_equal, found, again)
-    assert found["observation"].shape == (2, 25, 3, 18)
-    np.testing.assert_array_equal(found["observation"][:, 1:], found["next_observation"][:, :-1])
+    jax.tree.map(np.testing.assert_array_equal, actual, again)
+    assert actual["observation"].shape == (2, 25, 3, 18)
+    np.testing.assert_array_equal(actual["observation"][:, 1:], actual["next_observation"][:, :-1])
 
     single = simple_spread_v3.parallel_env(continuous_actions=True)
     seen, _ = single.reset(seed=8)
-    given = {
+    options = {
         "agent_0": np.array([0, 0, 0.5, 1, 0], np.float32),
         "agent_1": np.array([0, 0.25, 0, 0, 0], np.float32),
         "agent_2": np.array([0, 0, 1, 0, 0.75], np.float32),
     }
     for i in range(25):
-        np.testing.assert_allclose(found["observation"][1, i], [*seen.values()], rtol=1e-5)
-        seen, reward, *_ = single.step(given)
-        np.testing.assert_allclose(found["reward"][1, i], [*reward.values()], rtol=1e-5)
+        np.testing.assert_allclose(actual["observation"][1, i], [*seen.values()], rtol=1e-5)
+        seen, reward, *_ = single.step(options)
+        np.testing.assert_allclose(actual["reward"][1, i], [*reward.values()], rtol=1e-5)
     # To the right is positive in the first coordinate of the velocity.
-    assert (found["next_observation"][:, -1, :, 0] * push[:, 0] > 0).all()
+    assert (actual["next_observation"][:, -1, :, 0] * push[:, 0] > 0).all()

@@ -40,7 +40,7 @@ def test_a_run_reports_scores_after_each_step(
 ):
     monkeypatch.setattr(experiment, "TESTS", few := range(40))
     scripts = experiment.SCRIPTS.items()
-    changed = {name: few if found == range(600) else found for name, found in scripts}
+    changed = {name: few if actual == range(600) else actual for name, actual in scripts}
     monkeypatch.setattr(experiment, "SCRIPTS", changed)
     experiment.main(config(mesh, glyphs=glyphs))
     (directory,) = tmp_path.iterdir()
@@ -82,10 +82,10 @@ def fit(experiment, config, monkeypatch):
 def test_the_gradient_is_that_through_the_gradient_steps(fit, first_order, inner_steps):
     # Of a line, whose loss is quadratic, so its Hessian is a constant of the examples.
     options = {"first_order": first_order, "inner_steps": inner_steps, "inner_rate": 0.01}
-    found = fit(queries=5, **options)
+    actual = fit(queries=5, **options)
     model: Any = eqx.nn.Linear("scalar", "scalar", key=jax.random.key(0))
     start = np.array([float(model.weight[0, 0]), float(model.bias[0])])
-    batch = found["collate_fn"](range(600, 604))
+    batch = actual["collate_fn"](range(600, 604))
     losses, gradients = [], []
     for x, y, queries, truth in zip(*batch.values(), strict=True):
         inputs, others = (np.stack([v, np.ones_like(v)], axis=1) for v in (x, queries))
@@ -98,16 +98,16 @@ def test_the_gradient_is_that_through_the_gradient_steps(fit, first_order, inner
         through = np.linalg.matrix_power(np.eye(2) - 0.01 * hessian, inner_steps)
         losses.append(np.mean(error**2))
         gradients.append(gradient if first_order else through @ gradient)
-    loss, gradient = eqx.filter_value_and_grad(found["loss_fn"])(model, batch, None)
+    loss, gradient = eqx.filter_value_and_grad(actual["loss_fn"])(model, batch, None)
     assert float(loss) == pytest.approx(np.mean(losses), rel=1e-4)
     weight, bias = float(gradient.weight[0, 0]), float(gradient.bias[0])
     np.testing.assert_allclose([weight, bias], np.mean(gradients, axis=0), rtol=1e-4)
 
 
 def test_a_sinusoid_is_the_same_for_examples_and_queries(fit):
-    found = fit(queries=20)
+    actual = fit(queries=20)
     for numbers, count in ((range(600, 620), 20), (range(20), 100)):
-        x, y, queries, truth = found["collate_fn"](numbers).values()
+        x, y, queries, truth = actual["collate_fn"](numbers).values()
         assert x.shape == y.shape == (20, 10)
         assert queries.shape == truth.shape == (20, count)
         all_x, all_y = np.concatenate([x, queries], axis=1), np.concatenate([y, truth], axis=1)
@@ -122,7 +122,7 @@ def test_a_sinusoid_is_the_same_for_examples_and_queries(fit):
 
 @pytest.mark.thorough
 def test_characters_of_tests_are_of_other_scripts_and_upright(experiment, fit):
-    found = fit(glyphs=True, ways=4)
+    actual = fit(glyphs=True, ways=4)
     turns = {"greek": range(4), "armenian": range(1)}
     known = collections.defaultdict(set)  # some fonts draw the same, and some turns look the same
     for glyph in experiment.read_glyphs(20, first_words=[]):
@@ -130,7 +130,7 @@ def test_characters_of_tests_are_of_other_scripts_and_upright(experiment, fit):
             image = np.rot90(glyph.image, turn).tobytes()
             known[image].add((glyph.name, turn, glyph.font))
     for numbers, script in ((range(100), "armenian"), (range(600, 700), "greek")):
-        x, y, queries, truth = found["collate_fn"](numbers).values()
+        x, y, queries, truth = actual["collate_fn"](numbers).values()
         assert {*map(tuple, y), *map(tuple, truth)} == {(0, 1, 2, 3)}
         seen = set()
         for example, query in zip(x.reshape(-1, 400), queries.reshape(-1, 400), strict=True):

@@ -67,8 +67,8 @@ def test_advantages_are_those_of_the_definition(experiment, config):
                     break
     transitions = {"reward": reward, "terminated": terminated, "done": done}
     transitions = jax.tree.map(jnp.asarray, transitions)
-    found = experiment.advantages(c, transitions, jnp.asarray(value), jnp.asarray(after))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    actual = experiment.advantages(c, transitions, jnp.asarray(value), jnp.asarray(after))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -86,7 +86,7 @@ def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
         "action": rng.integers(3, size=(5, 6)),
         **{name: floats(5, 6) for name in ("advantage", "value", "target")},
     }
-    loss, found = experiment.loss_fn(c, model, jax.tree.map(jnp.asarray, batch), None)
+    loss, actual = experiment.loss_fn(c, model, jax.tree.map(jnp.asarray, batch), None)
 
     new = np.asarray(experiment.log_policy(model, batch["observation"]))
     value = np.asarray(experiment.values(model, batch["observation"]))
@@ -100,7 +100,7 @@ def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
         near, target = batch["value"][i] + change, batch["target"][i]
         errors.append(max((value[i] - target) ** 2, (near - target) ** 2) / 9)
     entropy = -np.mean(np.sum(np.exp(new) * new, axis=-1))
-    assert float(found["entropy"]) == pytest.approx(entropy, rel=1e-4)
+    assert float(actual["entropy"]) == pytest.approx(entropy, rel=1e-4)
     expected = -np.mean(gains) + np.mean(errors) / 2 - c.entropy * entropy
     assert float(loss) == pytest.approx(expected, rel=1e-4)
 
@@ -109,10 +109,10 @@ def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
 def test_each_epoch_has_every_transition_once_and_in_its_environment(experiment, config):
     c = config()
     data = {"x": jnp.arange(8 * 16).reshape(8, 16), "y": jnp.ones((8, 16, 3))}
-    found = experiment.shuffled(c, data, jax.random.key(0))
-    assert found["x"].shape == (4, 8, 8)
-    assert found["y"].shape == (4, 8, 8, 3)
-    epochs = np.asarray(found["x"]).reshape(2, 2, 8, 8).transpose(0, 2, 1, 3).reshape(2, 8, 16)
+    actual = experiment.shuffled(c, data, jax.random.key(0))
+    assert actual["x"].shape == (4, 8, 8)
+    assert actual["y"].shape == (4, 8, 8, 3)
+    epochs = np.asarray(actual["x"]).reshape(2, 2, 8, 8).transpose(0, 2, 1, 3).reshape(2, 8, 16)
     for epoch in epochs:
         np.testing.assert_array_equal(np.sort(epoch, axis=1), data["x"])
     assert (epochs[0] != epochs[1]).any()

@@ -73,13 +73,13 @@ def test_answers_have_their_own_log_probabilities(script, experiment, config, lo
     """Padding and the prompt are not counted; KTO compares with an answer to another prompt."""
     c, policy = config(loss=loss), policy_of(script)
     examples = experiment.as_examples(c, policy, pairs())
-    found = eqx.filter_jit(experiment.log_probs)(c, policy.model, stacked(examples))
+    actual = eqx.filter_jit(experiment.log_probs)(c, policy.model, stacked(examples))
     mean = loss == "simpo"
     for i, pair in enumerate(pairs()):
         answers = [pair["chosen"], pair["rejected"]]
         answers += [pairs()[(i + 1) % 4]["chosen"]] if loss == "kto" else []
         own = [own_log_prob(policy.model, policy, pair["prompt"], x, mean) for x in answers]
-        np.testing.assert_allclose(found[i], own, rtol=1e-4)
+        np.testing.assert_allclose(actual[i], own, rtol=1e-4)
 
 
 @pytest.mark.thorough
@@ -123,8 +123,8 @@ def test_own_mistakes_are_pairs_of_the_right_and_a_wrong_answer(script, experime
     )
     experiment.write_answers = lambda *args, **options: [*texts]
     run = types.SimpleNamespace(mesh=None, key=None)
-    found = experiment.own_mistakes(config(), run, types.SimpleNamespace(model=None), task)
-    assert [(x["prompt"], x["chosen"], x["rejected"]) for x in found] == [
+    actual = experiment.own_mistakes(config(), run, types.SimpleNamespace(model=None), task)
+    assert [(x["prompt"], x["chosen"], x["rejected"]) for x in actual] == [
         ("b", "7", "2"),
         ("c", "8", "3"),
     ]

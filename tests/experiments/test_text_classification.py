@@ -59,8 +59,8 @@ def test_operators_are_masked(module, monkeypatch):
     """
     monkeypatch.setattr(module, "read_texts", lambda path: ([text], ["if a >= 2:"]))
     data, names = module.read_operators()
-    found = {"None and y == 3 [MASK] x": "is not", "names [MASK] 'a b'": "not in"}
-    assert {x: names[y] for x, y in data.items()} == found | {"2 [MASK] a": ">="}
+    actual = {"None and y == 3 [MASK] x": "is not", "names [MASK] 'a b'": "not in"}
+    assert {x: names[y] for x, y in data.items()} == actual | {"2 [MASK] a": ">="}
 
 
 def test_tokens_of_texts_are_padded_and_truncated(script):

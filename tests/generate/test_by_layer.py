@@ -26,11 +26,11 @@ def make(config: Any = LLAMA) -> Any:
 @pytest.mark.thorough
 def test_layers_are_the_memory_of_the_stack():
     model = make()
-    found: Any = by_layer(model)
-    assert isinstance(found.layers.up, ByLayer)
-    assert found.embed is model.embed
+    actual: Any = by_layer(model)
+    assert isinstance(actual.layers.up, ByLayer)
+    assert actual.embed is model.embed
     begin, size = model.layers.up.unsafe_buffer_pointer(), model.layers.up.nbytes // 3
-    pointers = [x.unsafe_buffer_pointer() for x in found.layers.up.arrays]
+    pointers = [x.unsafe_buffer_pointer() for x in actual.layers.up.arrays]
     assert pointers == [begin, begin + size, begin + 2 * size]
     with compiling_for(Target("tpu", 0)):
         assert by_layer(model) is model
@@ -106,10 +106,10 @@ def test_a_traced_call_takes_layers_apart_before_its_loop_if_a_gpu_has_room(monk
 def test_layers_stay_sharded():
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     model = jax.device_put(make(), rc.infer_shardings(make(), mesh))
-    found: Any = by_layer(model).layers
+    actual: Any = by_layer(model).layers
     for stack, layers in zip(
         jax.tree.leaves(model.layers),
-        jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, ByLayer)),
+        jax.tree.leaves(actual, is_leaf=lambda x: isinstance(x, ByLayer)),
         strict=True,
     ):
         for i, layer in enumerate(layers.arrays):

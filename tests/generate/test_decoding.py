@@ -43,8 +43,8 @@ def test_decoding_is_one_devices(sizes):
     expected = eqx.filter_jit(decode)(MODEL, TOKENS, None)
     arrays, static = eqx.partition(MODEL, eqx.is_array)
     arrays = jax.device_put(arrays, eqx.filter(plan.shardings, lambda x: x is not None))
-    found = eqx.filter_jit(plan.constrain(decode))(eqx.combine(arrays, static), TOKENS, None)
-    np.testing.assert_array_equal(found, expected)
+    actual = eqx.filter_jit(plan.constrain(decode))(eqx.combine(arrays, static), TOKENS, None)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.thorough

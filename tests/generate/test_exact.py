@@ -47,7 +47,7 @@ def sampled_rows(model, mesh, *, rows, prompt, new, columns=0):
     tokens = rng.integers(2, vocab, (rows, prompt))
     real = np.arange(prompt) >= rng.integers(0, prompt - 1, rows)[:, None]
     options: Any = {"mask": real, "key": jax.random.key(1), "temperature": 1.0, "eos": (1,)}
-    found = rc.generate(model, tokens, new, exact=True, log_probabilities=True, **options)
+    actual = rc.generate(model, tokens, new, exact=True, log_probabilities=True, **options)
 
     order = rng.permutation(rows)
 
@@ -57,10 +57,10 @@ def sampled_rows(model, mesh, *, rows, prompt, new, columns=0):
 
     nothing = np.zeros((rows, prompt))
     return {
-        "tokens": whole(tokens, found.tokens).astype(np.int32),
-        "real": whole(real, found.mask),
-        "answer": whole(nothing, found.mask)[:, 1:].astype(bool),
-        "old": whole(nothing, found.log_probabilities)[:, 1:].astype(np.float32),
+        "tokens": whole(tokens, actual.tokens).astype(np.int32),
+        "real": whole(real, actual.mask),
+        "answer": whole(nothing, actual.mask)[:, 1:].astype(bool),
+        "old": whole(nothing, actual.log_probabilities)[:, 1:].astype(np.float32),
         "advantage": rng.normal(size=rows).astype(np.float32),
     }
 
@@ -102,8 +102,8 @@ def train(model, mesh, *, rows, minibatch, prompt=PROMPT, new=NEW, columns=0, tr
 def test_the_first_update_has_a_ratio_of_exactly_1():
     """On a mesh, in minibatches of other rows in another order, under a plan."""
     model = random_model(Llama, SMALL)
-    found, _ = train(model, mesh_of("2x4"), rows=12, minibatch=4, prompt=4, new=6)
-    assert found == [{"off": 0, "least": 1, "most": 1}] * 3
+    actual, _ = train(model, mesh_of("2x4"), rows=12, minibatch=4, prompt=4, new=6)
+    assert actual == [{"off": 0, "least": 1, "most": 1}] * 3
 
 
 def families():
@@ -122,9 +122,9 @@ def families():
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", families())
 def test_a_thousand_tokens_have_the_same_bits(family, mesh):
-    found, tokens = train(random_model(*families()[family]), mesh_of(mesh), rows=80, minibatch=16)
+    actual, tokens = train(random_model(*families()[family]), mesh_of(mesh), rows=80, minibatch=16)
     assert tokens > 1000
-    assert found == [{"off": 0, "least": 1, "most": 1}] * 5
+    assert actual == [{"off": 0, "least": 1, "most": 1}] * 5
 
 
 @pytest.mark.integration
@@ -140,8 +140,8 @@ def test_also_with_adapters_in_bfloat16_and_with_more_padding(kind, mesh):
         model = cast(model, jnp.bfloat16)
     if kind == "other columns":
         options = {"columns": 30}
-    found, _ = train(model, mesh_of(mesh), rows=80, minibatch=16, **options)
-    assert found == [{"off": 0, "least": 1, "most": 1}] * 5
+    actual, _ = train(model, mesh_of(mesh), rows=80, minibatch=16, **options)
+    assert actual == [{"off": 0, "least": 1, "most": 1}] * 5
 
 
 @pytest.mark.thorough
@@ -151,12 +151,12 @@ def test_the_gradient_is_that_of_the_forward_pass():
     total = lambda model, exact: jnp.sum(
         rc.log_probabilities(model, tokens, mask=mask, exact=exact) ** 2
     )
-    (value, found), (plain, expected) = (
+    (value, actual), (plain, expected) = (
         eqx.filter_jit(eqx.filter_value_and_grad(total))(model, exact) for exact in (True, False)
     )
     np.testing.assert_allclose(value, plain, rtol=1e-5)
     close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
-    jax.tree.map(close, found, expected)
+    jax.tree.map(close, actual, expected)
 
 
 @pytest.mark.thorough
@@ -171,10 +171,10 @@ def test_tokens_and_padding_are_as_without_it():
     for shift in (0, 2):
         columns = np.roll(np.pad(tokens, ((0, 0), (0, 2))), shift, axis=1)
         real = np.roll(np.pad(mask, ((0, 0), (0, 2))), shift, axis=1)
-        found = rc.generate(model, columns, mask=real, exact=True, **options)
-        np.testing.assert_array_equal(found.tokens, expected.tokens)
-        np.testing.assert_array_equal(found.mask, expected.mask)
-        np.testing.assert_allclose(found.log_probabilities, expected.log_probabilities, atol=1e-5)
+        actual = rc.generate(model, columns, mask=real, exact=True, **options)
+        np.testing.assert_array_equal(actual.tokens, expected.tokens)
+        np.testing.assert_array_equal(actual.mask, expected.mask)
+        np.testing.assert_allclose(actual.log_probabilities, expected.log_probabilities, atol=1e-5)
     greedy = rc.generate(model, tokens, 4, mask=mask, exact=True)
     np.testing.assert_array_equal(greedy, rc.generate(model, tokens, 4, mask=mask))
 

@@ -46,10 +46,10 @@ def compiled_programs(fn):
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_is_the_likeliest_token_of_the_whole_sequence(seed):
     model = tiny(seed)
-    found = generate(model, LEFT, **PROMPT)
-    assert found.dtype == jnp.int32
-    np.testing.assert_array_equal(found, expected(model))
-    assert len(np.unique(found)) > 3
+    actual = generate(model, LEFT, **PROMPT)
+    assert actual.dtype == jnp.int32
+    np.testing.assert_array_equal(actual, expected(model))
+    assert len(np.unique(actual)) > 3
 
 
 def test_padding_may_be_on_either_side_and_of_any_amount():
@@ -57,19 +57,19 @@ def test_padding_may_be_on_either_side_and_of_any_amount():
     # What stands in padding does not matter, not even if it is no token.
     junk = np.where(RIGHT_MASK == 1, RIGHT, -100)
     for tokens, mask in [(RIGHT, RIGHT_MASK), on_both_sides, (junk, RIGHT_MASK.astype(bool))]:
-        found = generate(MODEL, tokens, mask=mask, max_new_tokens=9)
-        np.testing.assert_array_equal(found, expected())
+        actual = generate(MODEL, tokens, mask=mask, max_new_tokens=9)
+        np.testing.assert_array_equal(actual, expected())
 
 
 def test_without_a_mask_all_tokens_are_real():
     rows = [row[-1:] * 3 for row in ROWS]
-    found = generate(MODEL, jnp.asarray(rows), max_new_tokens=5)
-    np.testing.assert_array_equal(found, expected(rows=rows, count=5))
+    actual = generate(MODEL, jnp.asarray(rows), max_new_tokens=5)
+    np.testing.assert_array_equal(actual, expected(rows=rows, count=5))
 
 
 def test_a_prompt_may_be_of_small_integers():
-    found = generate(MODEL, LEFT.astype(np.uint8), **PROMPT)
-    np.testing.assert_array_equal(found, expected())
+    actual = generate(MODEL, LEFT.astype(np.uint8), **PROMPT)
+    np.testing.assert_array_equal(actual, expected())
 
 
 def ending(model, count=9):
@@ -84,8 +84,8 @@ def test_a_row_that_ended_is_filled_with_padding():
     lengths = {list(row).index(eos) if eos in row else 9 for row in expected()}
     assert len(lengths) > 2
     for how, several in ((eos, (eos,)), ([10, eos], (10, eos))):
-        found = generate(MODEL, LEFT, eos=how, **PROMPT)
-        np.testing.assert_array_equal(found, expected(eos=several, pad=several[0]))
+        actual = generate(MODEL, LEFT, eos=how, **PROMPT)
+        np.testing.assert_array_equal(actual, expected(eos=several, pad=several[0]))
 
 
 @pytest.mark.thorough
@@ -93,8 +93,8 @@ def test_the_model_says_what_ends_a_row_and_what_fills_it():
     eos = ending(MODEL)
     for pad, filled in ((7, 7), (None, eos), (-1, eos)):
         model = tiny(3, eos=(eos,), pad=pad)
-        found = generate(model, LEFT, **PROMPT)
-        np.testing.assert_array_equal(found, expected(eos=(eos,), pad=filled))
+        actual = generate(model, LEFT, **PROMPT)
+        np.testing.assert_array_equal(actual, expected(eos=(eos,), pad=filled))
     never = generate(tiny(3, eos=(eos,)), LEFT, eos=(), **PROMPT)
     np.testing.assert_array_equal(never, expected())
 
@@ -114,9 +114,9 @@ def test_the_loop_stops_when_all_rows_have_ended():
     assert len(calls) == 3
     calls.clear()
     eos = int(first[0, 0])
-    found = generate(model, LEFT[:1], mask=LEFT_MASK[:1], max_new_tokens=500, eos=eos)
+    actual = generate(model, LEFT[:1], mask=LEFT_MASK[:1], max_new_tokens=500, eos=eos)
     jax.effects_barrier()
-    assert found.shape == (1, 500)
+    assert actual.shape == (1, 500)
     assert len(calls) == 1
 
 
@@ -150,8 +150,8 @@ def test_an_encoder_gets_no_more_padding_than_it_has_positions_for():
             return super().encode(tokens, mask=mask)
 
     model = tiny(5, Strict, decoder_start=4, positions=10)
-    found = generate(model, RIGHT, mask=RIGHT_MASK, max_new_tokens=3)
-    assert found.shape == (4, 3)
+    actual = generate(model, RIGHT, mask=RIGHT_MASK, max_new_tokens=3)
+    assert actual.shape == (4, 3)
 
 
 def test_buckets_waste_at_most_a_quarter():
@@ -224,15 +224,15 @@ def test_inside_of_a_program_it_is_traced_like_any_function():
 
 def test_a_stream_gets_each_step_and_stops_with_the_last_row():
     steps = []
-    found = generate(MODEL, LEFT, stream=steps.append, **PROMPT)
-    np.testing.assert_array_equal(found, expected())
+    actual = generate(MODEL, LEFT, stream=steps.append, **PROMPT)
+    np.testing.assert_array_equal(actual, expected())
     assert all(isinstance(step, np.ndarray) and step.shape == (4,) for step in steps)
     np.testing.assert_array_equal(np.stack(steps, axis=1), expected())
     eos = tuple({int(t) for t in expected()[:, 2]})
     want = expected(eos=eos, pad=eos[0])
     steps.clear()
-    found = generate(MODEL, LEFT, stream=steps.append, eos=eos, **PROMPT)
-    np.testing.assert_array_equal(found, want)
+    actual = generate(MODEL, LEFT, stream=steps.append, eos=eos, **PROMPT)
+    np.testing.assert_array_equal(actual, want)
     assert len(steps) <= 3
     np.testing.assert_array_equal(np.stack(steps, axis=1), want[:, : len(steps)])
 
@@ -273,8 +273,8 @@ def test_a_streams_token_is_read_when_the_next_step_is_under_way():
 def test_the_users_arrays_are_not_donated():
     tokens, mask = jnp.asarray(LEFT), jnp.asarray(LEFT_MASK)
     for _ in range(2):
-        found = generate(MODEL, tokens, mask=mask, max_new_tokens=3, stream=id)
-        np.testing.assert_array_equal(found, expected(count=3))
+        actual = generate(MODEL, tokens, mask=mask, max_new_tokens=3, stream=id)
+        np.testing.assert_array_equal(actual, expected(count=3))
 
 
 @pytest.mark.thorough
@@ -388,9 +388,9 @@ def test_logits_that_are_nan_are_refused_or_marked(how):
         generate(model, LEFT, **options)
     tokens, mask = (np.pad(x, ((0, 0), (9, 0))) for x in (LEFT, LEFT_MASK))
     options["mask"] = mask
-    found = np.asarray(jax.jit(lambda tokens: generate(model, tokens, **options))(tokens))
-    assert (found[1] == -1).any()
-    assert (found[[0, 2, 3]] >= 0).all()
+    actual = np.asarray(jax.jit(lambda tokens: generate(model, tokens, **options))(tokens))
+    assert (actual[1] == -1).any()
+    assert (actual[[0, 2, 3]] >= 0).all()
 
 
 @pytest.mark.thorough

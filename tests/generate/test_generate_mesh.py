@@ -71,8 +71,8 @@ def one_device(how):
     ),
 )
 def test_called_as_it_is_a_model_stays_split(mesh, how):
-    found = generate(planned(mesh)[1], TOKENS, **PROMPT, **HOW[how])
-    np.testing.assert_array_equal(found, one_device(how))
+    actual = generate(planned(mesh)[1], TOKENS, **PROMPT, **HOW[how])
+    np.testing.assert_array_equal(actual, one_device(how))
 
 
 @pytest.mark.thorough
@@ -83,8 +83,8 @@ def test_under_a_plan(how):
         model, tokens, **{**PROMPT, "mask": mask}, **HOW[how]
     )
     given = [jnp.asarray(x) for x in (TOKENS, MASK)]
-    found = eqx.filter_jit(plan.constrain(decode))(model, *given)
-    np.testing.assert_array_equal(found, one_device(how))
+    actual = eqx.filter_jit(plan.constrain(decode))(model, *given)
+    np.testing.assert_array_equal(actual, one_device(how))
 
 
 @pytest.mark.thorough
@@ -94,8 +94,8 @@ def test_a_stream_of_a_split_model_compiles_once():
     before = jitted._cache_size()
     for how in ("greedy", "greedy"):
         steps = []
-        found = generate(model, TOKENS, stream=steps.append, **PROMPT, **HOW[how])
-        np.testing.assert_array_equal(found, one_device(how))
+        actual = generate(model, TOKENS, stream=steps.append, **PROMPT, **HOW[how])
+        np.testing.assert_array_equal(actual, one_device(how))
     assert jitted._cache_size() == before + 1
 
 
@@ -103,8 +103,8 @@ def test_a_stream_of_a_split_model_compiles_once():
 def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
     model = planned("2x4")[1]
     mesh = model.embed.sharding.mesh
-    found = generate(model, TOKENS, **PROMPT)
-    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+    actual = generate(model, TOKENS, **PROMPT)
+    assert actual.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
     everywhere = jax.device_put(TOKENS, NamedSharding(mesh, P()))
     chunks = PromptChunks(model, everywhere, None, request_of())
     assert isinstance(chunks.prompt, jax.Array)
@@ -124,8 +124,8 @@ def test_as_a_predict_fn():
         return generate(model, batch["tokens"], **{**PROMPT, "mask": batch["mask"]}, beams=3)
 
     options: dict[str, Any] = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 4}
-    found = rc.predict_examples(MODEL, examples, mesh=rc.make_mesh(model=4), **options)
-    np.testing.assert_array_equal(found, one_device("beams")[[0, 1, 2, 3, 0, 1]])
+    actual = rc.predict_examples(MODEL, examples, mesh=rc.make_mesh(model=4), **options)
+    np.testing.assert_array_equal(actual, one_device("beams")[[0, 1, 2, 3, 0, 1]])
 
 
 @pytest.mark.thorough

@@ -136,7 +136,7 @@ def test_draws_do_not_depend_on_how_they_are_made():
     assert len(np.unique(drawn)) > 4
     streamed = []
     more, more_mask = (np.pad(x, ((0, 0), (12, 0))) for x in (LEFT, LEFT_MASK))
-    found = {
+    actual = {
         "padded on the right": draw(MODEL, RIGHT, mask=RIGHT_MASK),
         "traced": eqx.filter_jit(draw)(MODEL, LEFT, mask=LEFT_MASK),
         "streamed": draw(MODEL, LEFT, mask=LEFT_MASK, stream=streamed.append),
@@ -145,7 +145,7 @@ def test_draws_do_not_depend_on_how_they_are_made():
         )[:, :9],
         "of fewer rows": draw(MODEL, LEFT[:2], mask=LEFT_MASK[:2]),
     }
-    for how, tokens in found.items():
+    for how, tokens in actual.items():
         np.testing.assert_array_equal(tokens, drawn[: len(tokens)], err_msg=how)
     np.testing.assert_array_equal(np.stack(streamed, axis=1), drawn)
 

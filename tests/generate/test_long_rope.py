@@ -36,17 +36,17 @@ def forward(row, new):
 @pytest.mark.thorough
 def test_tokens_are_those_of_a_forward_pass(how):
     options: Any = {"max_new_tokens": NEW, "eos": (), **how}
-    found = np.asarray(rc.generate(MODEL, PROMPTS, mask=MASK, **options))
-    for prompt, mask, new in zip(PROMPTS, MASK, found, strict=True):
+    actual = np.asarray(rc.generate(MODEL, PROMPTS, mask=MASK, **options))
+    for prompt, mask, new in zip(PROMPTS, MASK, actual, strict=True):
         np.testing.assert_array_equal(forward(prompt[mask == 1], new), new)
     # A row does not depend on the length of the others.
     alone = rc.generate(MODEL, PROMPTS[:1, 3:], **options)
-    np.testing.assert_array_equal(alone[0], found[0])
+    np.testing.assert_array_equal(alone[0], actual[0])
 
 
 @pytest.mark.thorough
 def test_beams_keep_the_lengths_of_their_rows():
     options: Any = {"max_new_tokens": NEW, "eos": (), "beams": 2}
-    found = rc.generate(MODEL, PROMPTS, mask=MASK, **options)
+    actual = rc.generate(MODEL, PROMPTS, mask=MASK, **options)
     alone = rc.generate(MODEL, PROMPTS[1:], **options)
-    np.testing.assert_array_equal(found[1], alone[0])
+    np.testing.assert_array_equal(actual[1], alone[0])

@@ -73,11 +73,11 @@ DECODINGS = [
 @pytest.mark.few("decoding0")
 @pytest.mark.parametrize("decoding", DECODINGS)
 def test_greedy_tokens_are_those_of_the_definitions(decoding):
-    found = rc.generate(MODEL, LEFT, mask=MASK, max_new_tokens=COUNT, decoding=decoding)
+    actual = rc.generate(MODEL, LEFT, mask=MASK, max_new_tokens=COUNT, decoding=decoding)
     expected = [slow_greedy(MODEL, row, decoding) for row in ROWS]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     plain = rc.generate(MODEL, LEFT, mask=MASK, max_new_tokens=COUNT, eos=decoding.eos, pad=8)
-    assert (np.asarray(found) != np.asarray(plain)).any()
+    assert (np.asarray(actual) != np.asarray(plain)).any()
 
 
 @pytest.mark.thorough
@@ -86,9 +86,9 @@ def test_greedy_tokens_are_those_of_the_definitions(decoding):
 )
 def test_the_least_length_with_beams_and_streams_does_not_depend_on_other_rows(how):
     options: Any = {"max_new_tokens": 6, "min_length": 6, "eos": range(9), "pad": 8, **how}
-    found = rc.generate(MODEL, LEFT, mask=MASK, **options)
+    actual = rc.generate(MODEL, LEFT, mask=MASK, **options)
     alone = [rc.generate(MODEL, np.array([row]), **options)[0] for row in ROWS[:2]]
-    np.testing.assert_array_equal(found[:2], np.stack(alone))
+    np.testing.assert_array_equal(actual[:2], np.stack(alone))
 
 
 @pytest.mark.thorough
@@ -148,12 +148,12 @@ def test_options_that_replace_a_models_own_are_checked_together():
     sampling = of(temperature=1.0, top_k=4, num_return_sequences=2)
     one = rc.generate(MODEL, LEFT, **options)
     for model in (beams, sampling):
-        found = rc.generate(model, LEFT, beams=1, num_return_sequences=1, **options)
-        np.testing.assert_array_equal(found, one)
+        actual = rc.generate(model, LEFT, beams=1, num_return_sequences=1, **options)
+        np.testing.assert_array_equal(actual, one)
     key = jax.random.key(0)
-    found = rc.generate(beams, LEFT, temperature=0.7, key=key, **options)
+    actual = rc.generate(beams, LEFT, temperature=0.7, key=key, **options)
     expected = rc.generate(MODEL, LEFT, temperature=0.7, num_return_sequences=2, key=key, **options)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     assert rc.generate(sampling, LEFT, beams=2, **options).shape[0] == 2 * len(LEFT)
 
 
@@ -169,16 +169,16 @@ class _With(type(MODEL.config)):
 def test_an_encoder_decoder_begins_with_the_forced_token():
     model = tiny(0, TinySeq2Seq, decoder_start=1)
     options: Any = {"max_new_tokens": 3, "forced_bos": 6, "min_length": 3, "eos": range(11)}
-    found = rc.generate(model, LEFT, mask=MASK, **options)
+    actual = rc.generate(model, LEFT, mask=MASK, **options)
     # All tokens end a row, but not before there are two new ones.
-    assert (np.asarray(found)[:, 0] == 6).all()
-    assert (np.asarray(found)[:, 1] == 0).all()
+    assert (np.asarray(actual)[:, 0] == 6).all()
+    assert (np.asarray(actual)[:, 1] == 0).all()
 
 
 def test_a_function_of_the_users_changes_logits():
     odd_only = lambda logits: jnp.where(jnp.arange(11)[None] % 2 == 1, logits, -jnp.inf)
-    found = rc.generate(MODEL, LEFT, mask=MASK, max_new_tokens=COUNT, logits_fn=odd_only, eos=())
-    assert (np.asarray(found) % 2 == 1).all()
+    actual = rc.generate(MODEL, LEFT, mask=MASK, max_new_tokens=COUNT, logits_fn=odd_only, eos=())
+    assert (np.asarray(actual) % 2 == 1).all()
     with pytest.raises(ValueError, match="`logits_fn` returned .*4.* It must return logits"):
         rc.generate(MODEL, LEFT, max_new_tokens=2, logits_fn=lambda x: x[:, 0])
 

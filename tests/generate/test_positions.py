@@ -104,16 +104,16 @@ def by_hand(family, start, count, way):
 
 def likeliest(family, start, count):
     """The likeliest `count` tokens of all that there are, for one row."""
-    found: list[tuple[float, list[int]]] = [(0.0, [])]
+    actual: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(count):
-        rows = np.array([[*start, *new] for _, new in found], np.int32)
+        rows = np.array([[*start, *new] for _, new in actual], np.int32)
         logits = last_logits(family, rows).astype(np.float64)
-        found = [
+        actual = [
             (score + p, [*new, token])
-            for (score, new), row in zip(found, logits, strict=True)
+            for (score, new), row in zip(actual, logits, strict=True)
             for token, p in enumerate(log_softmax(row))
         ]
-    return max(found)[1]
+    return max(actual)[1]
 
 
 @pytest.mark.thorough

@@ -51,7 +51,7 @@ def llama(**sizes):
 
 
 def fit(**options):
-    given = {
+    settings = {
         "model_or_state": make_model(),
         "optimizer": SGD,
         "examples": EXAMPLES,
@@ -62,7 +62,10 @@ def fit(**options):
         "mesh": rc.make_mesh(devices=jax.devices()[:1]),
     } | options
     return fit_quietly(
-        given.pop("model_or_state"), given.pop("optimizer"), given.pop("examples"), **given
+        settings.pop("model_or_state"),
+        settings.pop("optimizer"),
+        settings.pop("examples"),
+        **settings,
     )
 
 
@@ -74,13 +77,13 @@ def step(loss=loss_fn, optimizer=SGD, batch=None, **options):
 
 
 def evaluate(**options):
-    given = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8} | options
-    return rc.evaluate(make_model(), given.pop("examples", EXAMPLES), **given)
+    settings = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8} | options
+    return rc.evaluate(make_model(), settings.pop("examples", EXAMPLES), **settings)
 
 
 def predict(**options):
-    given = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 8} | options
-    return rc.predict_examples(make_model(), given.pop("examples", EXAMPLES), **given)
+    settings = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 8} | options
+    return rc.predict_examples(make_model(), settings.pop("examples", EXAMPLES), **settings)
 
 
 def generate(tokens=PROMPT, **options):

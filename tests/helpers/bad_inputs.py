@@ -31,10 +31,10 @@ def run(call, directory):
     try:
         call(directory)
     except Exception as error:
-        found = [type(error).__name__, [c.__name__ for c in type(error).__mro__], str(error)]
+        actual = [type(error).__name__, [c.__name__ for c in type(error).__mro__], str(error)]
     else:
-        found = ["nothing", [], ""]
-    return [*found, len(COMPILED)]
+        actual = ["nothing", [], ""]
+    return [*actual, len(COMPILED)]
 
 
 if __name__ == "__main__":

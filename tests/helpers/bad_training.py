@@ -57,8 +57,8 @@ def loss_with_array(model, batch, key):
 
 
 def loop_batches(**options):
-    given = {"batch_size": 4, "key": KEY, "steps": 2, **options}
-    return rc.batches(EXAMPLES, collate_fn, **given)
+    settings = {"batch_size": 4, "key": KEY, "steps": 2, **options}
+    return rc.batches(EXAMPLES, collate_fn, **settings)
 
 
 def reader(*args, **options):

@@ -98,11 +98,11 @@ def check_cache(model, cache, **options):
     prompt = to_device(np.pad(tokens[:, :4], ((0, 0), (2, 0))))
     mask = to_device(np.pad(np.ones((2, 4), bool), ((0, 0), (2, 0))))
     first, cache = decode(model, prompt, cache, mask)
-    found = [np.asarray(first)[:, 2:]]
+    actual = [np.asarray(first)[:, 2:]]
     for at in (4, 5):
         logits, cache = decode(model, to_device(tokens[:, at : at + 1]), cache)
-        found.append(np.asarray(logits))
-    close(np.concatenate(found, axis=1), expected[:, :6])
+        actual.append(np.asarray(logits))
+    close(np.concatenate(actual, axis=1), expected[:, :6])
     rows = np.array([1, 0])
     swapped, _ = decode(model, to_device(tokens[rows, 6:]), take(cache, to_device(rows)))
     close(swapped[:, 0], expected[rows, 6])

@@ -65,18 +65,22 @@ def costs(fn, *given, n=2):
     "sum" is for partial sums forward and "back" backward; "gather" for an array that cannot stay
     split forward, and "regather" for its cotangent.
     """
-    found = Followed(fn, *given, n=n)
+    actual = Followed(fn, *given, n=n)
     sent: dict[str, float] = {}
 
     def add(kind, node, size):
-        if (letter := found.letter(node)).isalpha() and size:
+        if (letter := actual.letter(node)).isalpha() and size:
             sent[f"{kind} {letter}"] = sent.get(f"{kind} {letter}", 0) + size / 4
 
-    for one in found.graph.partial_sums.values():
-        add("back" if one.backward else "sum", one.node, one.value.bytes * one.times)
-    for cut in found.graph.reshards:
+    for partial_sum in actual.graph.partial_sums.values():
+        add(
+            "back" if partial_sum.backward else "sum",
+            partial_sum.node,
+            partial_sum.value.bytes * partial_sum.times,
+        )
+    for cut in actual.graph.reshards:
         ends = [node for node in (cut.before, cut.after) if node is not None]
-        if len(ends) == 2 and len(found.classes.of(ends)) == 1:
+        if len(ends) == 2 and len(actual.classes.of(ends)) == 1:
             continue
         if cut.before is not None:
             add("gather", cut.before, cut.operand.bytes * cut.times)

@@ -29,11 +29,11 @@ def few_of(values: Iterable[Any], *default: Any, several: bool = False) -> list[
     Where there are `several` arguments, each value is a tuple of them.
     """
     values = list(values)
-    missing = [one for one in default if one not in values]
+    missing = [name for name in default if name not in values]
     assert not missing, f"There is no such case: {missing}"
     return [
-        one
-        if one in default
-        else pytest.param(*(one if several else (one,)), marks=pytest.mark.thorough)
-        for one in values
+        value
+        if value in default
+        else pytest.param(*(value if several else (value,)), marks=pytest.mark.thorough)
+        for value in values
     ]

@@ -25,19 +25,19 @@ def model() -> Llama:
 
 def make(directory: Path) -> dict[str, Path]:
     """The files, below a directory."""
-    found = {name: directory / name for name in READERS}
-    rc.save_checkpoint(found["checkpoint"], TREE, metadata={"step": 1})
-    shutil.copytree(found["checkpoint"], found["unsummed"])
-    (found["unsummed"] / "checksums.json").unlink()
-    metadata = found["unsummed"] / "metadata" / "metadata"
+    actual = {name: directory / name for name in READERS}
+    rc.save_checkpoint(actual["checkpoint"], TREE, metadata={"step": 1})
+    shutil.copytree(actual["checkpoint"], actual["unsummed"])
+    (actual["unsummed"] / "checksums.json").unlink()
+    metadata = actual["unsummed"] / "metadata" / "metadata"
     metadata.write_text(metadata.read_text().replace('"checksums": "crc32c", ', ""))
-    rc.save_pretrained(model(), found["model"])
-    rc.save_pretrained(model(), found["sharded"], max_file_bytes=4000)
+    rc.save_pretrained(model(), actual["model"])
+    rc.save_pretrained(model(), actual["sharded"], max_file_bytes=4000)
     adapted = lora.add_adapters(model(), 2, targets=".", key=jax.random.key(2))
-    lora.save_adapters(adapted, found["adapters"])
-    rc.save_plan(rc.plan_shardings(PLANNED, MESH), found["plan"])
-    write_gguf(found["tiny.gguf"])
-    return found
+    lora.save_adapters(adapted, actual["adapters"])
+    rc.save_plan(rc.plan_shardings(PLANNED, MESH), actual["plan"])
+    write_gguf(actual["tiny.gguf"])
+    return actual
 
 
 def write_gguf(path: Path) -> None:

@@ -26,7 +26,7 @@ def check_sent(target, devices):
         target=target,
         mesh={"model": devices},
     )
-    assert {one["kind"] for one in run.traffic} == {"all-reduce"}
+    assert {line["kind"] for line in run.traffic} == {"all-reduce"}
     activations = ROWS * LENGTH * WIDTH * 4
     by_hand = 4 * LAYERS * 2 * (devices - 1) / devices * activations
     assert run.sent_bytes == pytest.approx(by_hand, rel=1e-3)

@@ -10,12 +10,12 @@ OLDEST, NEWEST = 11, 19  # the minor versions of Python 3 that are looked for
 
 def pythons() -> dict[int, str]:
     """Returns an interpreter for each minor version of Python 3, on the path or of pyenv."""
-    found = {}
+    actual = {}
     for minor in range(OLDEST, NEWEST + 1):
         for candidate in _candidates(minor):
-            if minor not in found and _starts(candidate, minor):
-                found[minor] = candidate
-    return found
+            if minor not in actual and _starts(candidate, minor):
+                actual[minor] = candidate
+    return actual
 
 
 def _candidates(minor: int) -> list[str]:

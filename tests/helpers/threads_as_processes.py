@@ -17,10 +17,10 @@ def together(monkeypatch):
     def exchange(topic, value, **_):
         values[local.process] = (topic, value)
         barrier.wait()
-        topics, found = zip(*values, strict=True)
+        topics, actual = zip(*values, strict=True)
         barrier.wait()
         assert topics[0] == topics[1]
-        return list(found)
+        return list(actual)
 
     for module in (
         "distributed._agreement",

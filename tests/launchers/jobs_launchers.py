@@ -28,9 +28,9 @@ def launched(*command: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as actual:
+        actual.bind(("127.0.0.1", 0))
+        return actual.getsockname()[1]
 
 
 def test_processes_of_torchrun_join():

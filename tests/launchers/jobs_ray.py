@@ -90,6 +90,6 @@ def test_workers_of_ray_train_are_connected_already(tmp_path):
         command, env=known | OPTIONS, capture_output=True, text=True, timeout=540, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {"connected": True, "step": 6, "devices": 4, "processes": 2}
+    actual = {"connected": True, "step": 6, "devices": 4, "processes": 2}
     for process in range(2):
-        assert (tmp_path / f"{process}.txt").read_text() == str(found)
+        assert (tmp_path / f"{process}.txt").read_text() == str(actual)

@@ -35,15 +35,15 @@ TYPES = {
 
 def manifest(page: str, kind: str) -> dict:
     blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text("utf-8"), re.S)
-    found = [part for block in blocks for part in yaml.safe_load_all(block)]
-    (chosen,) = [part for part in found if part["kind"] == kind]
+    actual = [part for block in blocks for part in yaml.safe_load_all(block)]
+    (chosen,) = [part for part in actual if part["kind"] == kind]
     return chosen
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as actual:
+        actual.bind(("127.0.0.1", 0))
+        return actual.getsockname()[1]
 
 
 def check_that_they_join(command: list[str], pods: list[dict[str, str]], folder: Path) -> None:

@@ -190,8 +190,8 @@ def test_in_the_evaluation_after_a_hundred_steps(tmp_path, name):
     on_device = failing(np.asarray, 5)
 
     def predict(model, batch, key):
-        found = predict_fn(model, batch, key)
-        return jax.pure_callback(on_device, jax.typeof(found), found)
+        actual = predict_fn(model, batch, key)
+        return jax.pure_callback(on_device, jax.typeof(actual), actual)
 
     changes = {name: failing(FUNCTIONS[name], when[name])} if name in when else {name: predict}
     evaluation = dataclasses.replace(EVALUATION, every=50, **changes)
@@ -221,24 +221,24 @@ def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augment
     checkpoints = rc.Checkpoints(tmp_path, every=100)
     with pytest.raises(Broken) as error:
         fit(collate_fn=collate, checkpoints=checkpoints, evaluation=EVALUATION)
-    found = notes(error.value)
-    assert f"Raised by `collate_fn` for the examples with indices {error.value}." in found
+    actual = notes(error.value)
+    assert f"Raised by `collate_fn` for the examples with indices {error.value}." in actual
     if augmented and when == 1:
-        assert "planned, before the first step" in found
+        assert "planned, before the first step" in actual
         assert not saved(tmp_path)
     elif augmented:
         # Threads may be ahead by some batches, which does not matter to those before.
-        (step,) = map(int, re.findall(r"while the batch of step (\d+) was made", found))
+        (step,) = map(int, re.findall(r"while the batch of step (\d+) was made", actual))
         assert step >= when - 1
         assert saved(tmp_path) == ([step - 1] if step > 1 else [])
     elif when == 1:
-        assert "before the first step" in found
+        assert "before the first step" in actual
         assert not saved(tmp_path)
     elif when == 3:
-        assert "in the evaluation of one batch after the first step" in found
+        assert "in the evaluation of one batch after the first step" in actual
         assert saved(tmp_path) == [1]
     else:
-        assert "in the evaluation after step 12" in found
+        assert "in the evaluation after step 12" in actual
         assert saved(tmp_path) == [12]
     assert not data_threads()
 
@@ -263,7 +263,7 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been(tmp_path):
             checkpoints=rc.Checkpoints(tmp_path, every=100),
         )
     again = fit(log=record, checkpoints=rc.Checkpoints(tmp_path, every=100))
-    assert all(len(set(found)) == 1 and len(found) == 2 for found in losses.values())
+    assert all(len(set(actual)) == 1 and len(actual) == 2 for actual in losses.values())
     assert len(losses) == 16
     for a, b in zip(arrays(whole), arrays(again), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -22,9 +22,9 @@ predict = ft.partial(rc.predict_examples, MODEL, collate_fn=collate_fn, predict_
 @pytest.mark.parametrize("batch_size", few_of([1, 7, 16, 53, 64], 7))
 def test_every_example_counts_once_whatever_the_batch_size(batch_size):
     expected, aux = loss_fn(MODEL, collate_fn(EXAMPLES), None)
-    found = evaluate(EXAMPLES, batch_size=batch_size, mesh=MESH)
-    np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
-    np.testing.assert_allclose(found["accuracy"], aux["accuracy"], rtol=1e-6)
+    actual = evaluate(EXAMPLES, batch_size=batch_size, mesh=MESH)
+    np.testing.assert_allclose(actual["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(actual["accuracy"], aux["accuracy"], rtol=1e-6)
 
 
 def test_means_are_weighted_by_weight():
@@ -36,9 +36,11 @@ def test_means_are_weighted_by_weight():
 
     examples = [{"w": w, "y": np.float32(i)} for i, w in enumerate(weights)]
     collate = lambda e: {n: np.array([x[n] for x in e]) for n in ("w", "y")}
-    found = rc.evaluate(MODEL, examples, collate_fn=collate, loss_fn=loss, batch_size=8)
-    np.testing.assert_allclose(found["loss"], np.average(np.arange(53), weights=weights), rtol=1e-6)
-    assert found["weight"] == weights.sum()
+    actual = rc.evaluate(MODEL, examples, collate_fn=collate, loss_fn=loss, batch_size=8)
+    np.testing.assert_allclose(
+        actual["loss"], np.average(np.arange(53), weights=weights), rtol=1e-6
+    )
+    assert actual["weight"] == weights.sum()
     nothing = [{"w": np.float32(0), "y": np.float32(0)}]
     with pytest.raises(ValueError, match="weight"):
         rc.evaluate(MODEL, nothing, collate_fn=collate, loss_fn=loss, batch_size=8)
@@ -48,30 +50,30 @@ def test_means_are_weighted_by_weight():
 def test_counts_beyond_32_bits_keep_their_value(mesh):
     """JAX would cast them to int32 in the trace of a plan, and report 0."""
     loss = lambda model, batch, key: (loss_fn(model, batch, key)[0], {"seen": np.int64(2**40)})
-    found = rc.evaluate(
+    actual = rc.evaluate(
         MODEL, EXAMPLES[:8], collate_fn=collate_fn, loss_fn=loss, batch_size=8, mesh=mesh
     )
-    assert found["seen"] == 2**40
+    assert actual["seen"] == 2**40
 
 
 def test_one_process_gets_all_columns_of_its_predictions():
     """The predictions are sharded over `model`, and each device has some of the columns."""
     weight = {"w": np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32)}
     examples = [np.full(64, i, np.float32) for i in range(9)]
-    given = {"collate_fn": np.stack, "predict_fn": lambda model, batch, key: batch @ model["w"]}
-    given |= {"batch_size": 4, "mesh": rc.make_mesh(data=2, model=4)}
-    expected = rc.predict_examples(weight, examples, **given)
-    found = rc.predict_examples(weight, examples, **given, gather="none")
-    assert [i for i, _ in found] == list(range(9))
-    np.testing.assert_array_equal([row for _, row in found], expected)
+    options = {"collate_fn": np.stack, "predict_fn": lambda model, batch, key: batch @ model["w"]}
+    options |= {"batch_size": 4, "mesh": rc.make_mesh(data=2, model=4)}
+    expected = rc.predict_examples(weight, examples, **options)
+    actual = rc.predict_examples(weight, examples, **options, gather="none")
+    assert [i for i, _ in actual] == list(range(9))
+    np.testing.assert_array_equal([row for _, row in actual], expected)
 
 
 @pytest.mark.few("7")
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 64])
 def test_predictions_come_in_order(batch_size):
     expected = np.asarray(predict_fn(MODEL, collate_fn(EXAMPLES), None)).tolist()
-    found = predict(EXAMPLES, batch_size=batch_size, mesh=MESH)
-    assert [int(x) for x in found] == expected
+    actual = predict(EXAMPLES, batch_size=batch_size, mesh=MESH)
+    assert [int(x) for x in actual] == expected
 
 
 @pytest.mark.thorough

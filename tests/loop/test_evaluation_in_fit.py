@@ -18,9 +18,9 @@ MESH = rc.make_mesh(devices=jax.devices()[:1])
 
 
 def fit(**options):
-    given = {"examples": EXAMPLES, "collate_fn": collate_fn, "loss_fn": loss_fn, "steps": 4}
-    given |= {"batch_size": 16, "mesh": MESH, **options}
-    return fit_quietly(make_model(), optax.sgd(0.1), **given)
+    settings = {"examples": EXAMPLES, "collate_fn": collate_fn, "loss_fn": loss_fn, "steps": 4}
+    settings |= {"batch_size": 16, "mesh": MESH, **options}
+    return fit_quietly(make_model(), optax.sgd(0.1), **settings)
 
 
 def known(*flags):

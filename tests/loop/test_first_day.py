@@ -190,7 +190,7 @@ def test_names_of_dtypes_are_taken(name):
 def test_name_of_a_dtype_computes_as_the_dtype_everywhere():
     mesh, examples = rc.make_mesh(devices=jax.devices()[:1]), make_examples(8)
     common = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh}
-    found = []
+    actual = []
     for dtype in ("bf16", jnp.bfloat16):
         options: Any = common | {"compute_dtype": dtype}
         model = make_model()
@@ -202,8 +202,8 @@ def test_name_of_a_dtype_computes_as_the_dtype_everywhere():
             model, optax.sgd(0.1), loss_fn, batch_of(8), mesh=mesh, compute_dtype=dtype
         )
         assert prepared.state.loss_scale is None
-        found.append((arrays(state), metrics, predicted, np.asarray(one)))
-    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
+        actual.append((arrays(state), metrics, predicted, np.asarray(one)))
+    for x, y in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(actual[1]), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -228,9 +228,9 @@ def test_cost_of_float32_is_a_line_on_devices_with_bfloat16_units():
 def test_prompts_may_be_lists_and_the_length_positional():
     config = LlamaConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=1, hidden=16)
     model = Llama(config, key=jax.random.key(0))
-    found = rc.generate(model, [[1, 2, 3]], 2)
+    actual = rc.generate(model, [[1, 2, 3]], 2)
     np.testing.assert_array_equal(
-        found, rc.generate(model, np.array([[1, 2, 3]]), max_new_tokens=2)
+        actual, rc.generate(model, np.array([[1, 2, 3]]), max_new_tokens=2)
     )
     with pytest.raises(ValueError, match="from 1 to 2 tokens. Pad them to one length.*`mask`"):
         rc.generate(model, [[1, 2], [3]], 2)

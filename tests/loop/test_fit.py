@@ -66,10 +66,10 @@ def test_learns_and_reports():
     assert evaluated == [13, 25, 38, 50]
     assert lines[50]["eval/right"] > 0.8
     assert lines[50]["eval/right"] == pytest.approx(lines[50]["eval/accuracy"])
-    found = rc.evaluate(
+    actual = rc.evaluate(
         state.model, EXAMPLES[:50], collate_fn=collate_fn, loss_fn=loss_fn, batch_size=16
     )
-    assert found["loss"] == pytest.approx(lines[50]["eval/loss"], rel=1e-6)
+    assert actual["loss"] == pytest.approx(lines[50]["eval/loss"], rel=1e-6)
     assert int(state.step) == 50
 
 
@@ -84,9 +84,9 @@ def test_learns_and_reports():
 def test_the_same_losses_on_any_mesh(sizes):
     train = ft.partial(logged, steps=20, model=make_model(width=64))
     _, expected = train(mesh=rc.make_mesh())
-    state, found = train(mesh=rc.make_mesh(**{"data": -1} | sizes))
-    np.testing.assert_allclose(losses(found), losses(expected), rtol=1e-5)
-    assert losses(found)[-1] < 0.7 * losses(found)[0]
+    state, actual = train(mesh=rc.make_mesh(**{"data": -1} | sizes))
+    np.testing.assert_allclose(losses(actual), losses(expected), rtol=1e-5)
+    assert losses(actual)[-1] < 0.7 * losses(actual)[0]
     if sizes.get("model") == 4:
         assert not state.model.layers[0].weight.is_fully_replicated
         assert not state.opt_state[0].mu.layers[0].weight.is_fully_replicated
@@ -636,12 +636,12 @@ def test_randomness_does_not_depend_on_the_mesh_nor_does_a_short_last_batch():
         noise = jax.random.normal(key, batch["x"].shape)
         return loss_fn(model, {**batch, "x": batch["x"] + noise}, key)
 
-    found = [
+    actual = [
         losses(logged(examples=EXAMPLES[:23], epochs=1, batch_size=8, loss_fn=loss, mesh=mesh)[1])
         for mesh in (rc.make_mesh(devices=jax.devices()[:1]), rc.make_mesh(model=2))
     ]
-    assert len(found[0]) == 3
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    assert len(actual[0]) == 3
+    np.testing.assert_allclose(actual[1], actual[0], rtol=1e-5)
 
 
 @pytest.mark.thorough

@@ -141,10 +141,10 @@ def test_a_closed_stream_continues_after_the_last_returned_batch():
     slow = lambda examples: time.sleep(0.02) or index_collate(examples)
     data = rc.batches(Stream(EXAMPLES[:24]), slow, batch_size=2, key=KEY, mesh=MESH)
     begin = data.get_state()
-    found = [index for _ in range(5) for index in next(data).arrays["index"].tolist()]
+    actual = [index for _ in range(5) for index in next(data).arrays["index"].tolist()]
     data.close()
-    found += [index for batch in data for index in np.asarray(batch.arrays["index"]).tolist()]
-    assert found == list(range(24))
+    actual += [index for batch in data for index in np.asarray(batch.arrays["index"]).tolist()]
+    assert actual == list(range(24))
     data.set_state(begin)
     assert np.asarray(next(data).arrays["index"]).tolist() == [0, 1]
 
@@ -164,10 +164,10 @@ def test_a_batch_that_failed_is_made_again(error, stream):
     options["steps"] = 6
     expected = drawn(rc.batches(examples(), index_collate, **options))
     data = rc.batches(examples(), flaky, **options)
-    found = []
+    actual = []
     with pytest.raises(error):
-        found.extend(entry for batch in data for entry in drawn([batch]))
-    assert found + drawn(data) == expected
+        actual.extend(entry for batch in data for entry in drawn([batch]))
+    assert actual + drawn(data) == expected
 
 
 def test_state_of_another_kind_of_examples():
@@ -239,9 +239,9 @@ def test_a_saved_plan_trains(tmp_path):
     )
     saved = rc.load_plan(tmp_path / "plan.json", state, MESH)
     with mock.patch.object(_setup, "plan_training", side_effect=AssertionError):
-        found = rc.fit(make_model(), OPTIMIZER, EXAMPLES, plan=saved, **options)
-    assert found.model.layers[1].weight.is_fully_replicated
-    for a, b in zip(*map(arrays, (found, expected)), strict=True):
+        actual = rc.fit(make_model(), OPTIMIZER, EXAMPLES, plan=saved, **options)
+    assert actual.model.layers[1].weight.is_fully_replicated
+    for a, b in zip(*map(arrays, (actual, expected)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -34,12 +34,12 @@ def mesh_of(devices):
 def test_graphs_are_evaluated_and_predicted_as_one_by_one(devices):
     model = init_fn(KEY)
     want = np.array([by_hand(model, graph) for graph in GRAPHS])
-    given = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(devices)}
+    settings = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(devices)}
     # The number of examples is the weight, and graphs do not depend on each other: no warning.
-    found = rc.evaluate(model, GRAPHS, loss_fn=loss_fn, **given)
+    actual = rc.evaluate(model, GRAPHS, loss_fn=loss_fn, **settings)
     errors = want - [graph["label"] for graph in GRAPHS]
-    np.testing.assert_allclose(found["loss"], np.mean(errors**2), rtol=1e-5)
-    outputs = rc.predict_examples(model, GRAPHS, predict_fn=predict_fn, **given)
+    np.testing.assert_allclose(actual["loss"], np.mean(errors**2), rtol=1e-5)
+    outputs = rc.predict_examples(model, GRAPHS, predict_fn=predict_fn, **settings)
     np.testing.assert_allclose(outputs, want, rtol=1e-5, atol=1e-6)
 
 
@@ -90,10 +90,10 @@ def test_marked_batches_in_own_loops():
 @pytest.mark.thorough
 def test_predictions_of_nodes_need_an_output_fn():
     model = init_fn(KEY)
-    given = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(8)}
+    settings = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(8)}
     of_nodes = lambda model, batch, key: node_values(model, batch["graphs"])
     with pytest.raises(ValueError, match=r"shape \(34,\) for 8 examples.*`output_fn`"):
-        rc.predict_examples(model, GRAPHS, predict_fn=of_nodes, **given)
+        rc.predict_examples(model, GRAPHS, predict_fn=of_nodes, **settings)
 
     def split(predictions):
         ends = np.searchsorted(predictions["graph"], np.arange(1, predictions["graph"][-1] + 1))
@@ -103,7 +103,7 @@ def test_predictions_of_nodes_need_an_output_fn():
         "values": node_values(model, batch["graphs"]),
         "graph": batch["graphs"]["graph"],
     }
-    outputs = rc.predict_examples(model, GRAPHS, predict_fn=both, output_fn=split, **given)
+    outputs = rc.predict_examples(model, GRAPHS, predict_fn=both, output_fn=split, **settings)
     assert [len(x) for x in outputs] == [len(graph["nodes"]) for graph in GRAPHS]
     np.testing.assert_allclose(outputs[9].sum(), by_hand(model, GRAPHS[9]), rtol=1e-5, atol=1e-6)
 
@@ -143,8 +143,8 @@ def test_each_process_has_all_graphs_of_a_batch():
     outputs = rc.predict_examples(state.model, GRAPHS, predict_fn=predict_fn, **run)
     for x in finished:
         line = next(line for line in x.output.splitlines() if line.startswith("RESULT "))
-        found = json.loads(line[7:])
-        np.testing.assert_allclose(found["w"], state.model["w"], rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(found["loss"], loss, rtol=1e-4)
-        np.testing.assert_allclose(found["outputs"], outputs, rtol=1e-4, atol=1e-6)
-        assert "one row for each example" in found["refused"]
+        actual = json.loads(line[7:])
+        np.testing.assert_allclose(actual["w"], state.model["w"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(actual["loss"], loss, rtol=1e-4)
+        np.testing.assert_allclose(actual["outputs"], outputs, rtol=1e-4, atol=1e-6)
+        assert "one row for each example" in actual["refused"]

@@ -60,9 +60,9 @@ def test_fit_splits_what_is_computed_together():
 @pytest.mark.thorough
 def test_losses_are_one_devices():
     def losses(mesh):
-        found = []
-        fit(mesh=mesh, log=lambda metrics, step: found.append(metrics["loss"]))
-        return found
+        actual = []
+        fit(mesh=mesh, log=lambda metrics, step: actual.append(metrics["loss"]))
+        return actual
 
     one = losses(rc.make_mesh(devices=jax.devices()[:1]))
     for mesh in (rc.make_mesh(model=4), rc.make_mesh(fsdp=2, model=2), rc.make_mesh(fsdp=8)):
@@ -75,10 +75,12 @@ def test_evaluate_and_predict_plan_as_well():
     one, many = rc.make_mesh(devices=jax.devices()[:1]), rc.make_mesh(model=4)
     losses, outputs = [], []
     for mesh in (one, many):
-        given = {**options, "mesh": mesh}
-        losses.append(rc.evaluate(make_model(), EXAMPLES, loss_fn=loss_fn, **given)["loss"])
+        settings = {**options, "mesh": mesh}
+        losses.append(rc.evaluate(make_model(), EXAMPLES, loss_fn=loss_fn, **settings)["loss"])
         predict_fn = lambda model, batch, key: apply(model, batch)
-        outputs.append(rc.predict_examples(make_model(), EXAMPLES, predict_fn=predict_fn, **given))
+        outputs.append(
+            rc.predict_examples(make_model(), EXAMPLES, predict_fn=predict_fn, **settings)
+        )
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
 
@@ -95,10 +97,10 @@ def test_verify_passes_and_stops_a_run_that_computes_something_else(monkeypatch)
 @pytest.mark.thorough
 def test_accumulated_microbatches_are_planned_and_constrained():
     def losses(accumulate, mesh):
-        found = []
-        log = lambda metrics, step: found.append(metrics["loss"])
+        actual = []
+        log = lambda metrics, step: actual.append(metrics["loss"])
         fit(accumulate=accumulate, mesh=mesh, log=log)
-        return found
+        return actual
 
     one = losses(1, rc.make_mesh(devices=jax.devices()[:1]))
     np.testing.assert_allclose(losses(4, rc.make_mesh(model=4)), one, rtol=1e-5)

@@ -86,9 +86,9 @@ def evaluation(calls):
     """Evaluates every third step, on dropout's inference mode too, and keeps the best."""
 
     def metric(examples, outputs):
-        found = metric_fn(examples, outputs)["right"]
-        calls.append(found)
-        return {"right": found}
+        actual = metric_fn(examples, outputs)["right"]
+        calls.append(actual)
+        return {"right": actual}
 
     predict = lambda m, b, k: predict_fn(m.mlp, b, k)
     return rc.Evaluation(EXAMPLES[:20], every=3, predict_fn=predict, metric_fn=metric)

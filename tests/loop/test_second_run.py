@@ -146,10 +146,10 @@ def test_what_is_changed_is_compiled_again(changed):
     width = changed.get("width", 32)
     options = {name: value for name, value in changed.items() if name != "width"}
     with compilations() as compiled:
-        found = fit(make_model(width=width), **options)
+        actual = fit(make_model(width=width), **options)
     assert compiled
     _PROGRAMS.clear()
-    assert_equal(found, fit(make_model(width=width), **options))
+    assert_equal(actual, fit(make_model(width=width), **options))
 
 
 @pytest.mark.thorough
@@ -161,9 +161,9 @@ def test_a_given_plan_has_its_own_step():
     )
     plan = rc.plan_shardings(state, rc.make_mesh(fsdp=8))
     options = {"loss_fn": loss, "plan": plan, "mesh": None}
-    found = fit(**options)
+    actual = fit(**options)
     assert len(traces) == 2
-    assert found.model.layers[0].weight.sharding == plan.shardings.model.layers[0].weight
+    assert actual.model.layers[0].weight.sharding == plan.shardings.model.layers[0].weight
     make_model()
     with compilations() as compiled:
         fit(**options)
@@ -187,14 +187,14 @@ def test_a_name_that_is_bound_to_another_object_compiles_again():
         away = jax.tree.map(jnp.subtract, *(eqx.filter(x, eqx.is_array) for x in (model, target)))
         return plain_loss(model, batch, key)[0] + scale * optax.tree.norm(away)
 
-    scale, found = 0.1, []
+    scale, actual = 0.1, []
     for scale, seed in ((0.1, 1), (0.2, 1), (0.2, 2)):  # noqa: B007  # the loss reads it
         target = make_model(seed)
         state = fit(loss_fn=loss)
         _PROGRAMS.clear()
         assert_equal(state, fit(loss_fn=loss))
-        found.append(float(jnp.sum(state.model.layers[0].weight)))
-    assert len(set(found)) == 3
+        actual.append(float(jnp.sum(state.model.layers[0].weight)))
+    assert len(set(actual)) == 3
 
 
 @pytest.mark.seconds(8)

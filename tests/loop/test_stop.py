@@ -299,19 +299,19 @@ def test_a_second_interrupt_is_an_exception(monkeypatch):
 
 
 def test_outside_the_main_thread_there_is_the_time(monkeypatch):
-    found = []
+    actual = []
 
     def work():
         with stop_signals(3600) as stopping:
-            found.append(stopping())
+            actual.append(stopping())
         with stop_signals(0.001) as stopping:
             time.sleep(0.01)
-            found.append(stopping())
+            actual.append(stopping())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [False, True]
+    assert actual == [False, True]
 
 
 @pytest.mark.thorough
@@ -343,9 +343,9 @@ def test_a_notice_of_jax_is_heard(monkeypatch, caplog, received):
 @pytest.fixture
 def received(monkeypatch):
     """Signals that earlier runs of this process received."""
-    monkeypatch.setattr(_signals, "_received", found := [])
+    monkeypatch.setattr(_signals, "_received", actual := [])
     monkeypatch.setattr(_signals, "TWICE", 0.0)
-    return found
+    return actual
 
 
 def signal_at(step, number):

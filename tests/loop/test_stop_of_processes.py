@@ -14,9 +14,9 @@ def run(stop, directory=None):
     finished = run_processes(program, text, processes=2, devices=2)
     assert all(x.returncode == 0 for x in finished), "\n".join(x.output for x in finished)
     lines = [line for x in finished for line in x.output.splitlines()]
-    found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
-    assert found[0] == found[1]
-    return found[0]
+    actual = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
+    assert actual[0] == actual[1]
+    return actual[0]
 
 
 @pytest.mark.integration
@@ -26,13 +26,13 @@ def test_logger_of_one_process_stops_all_after_the_same_step():
 
 @pytest.mark.integration
 def test_logger_of_process_0_stops_all_with_the_state_saved(tmp_path):
-    found = run("plain", str(tmp_path))
-    assert found["step"] < 12
-    assert (tmp_path / "checkpoints" / str(found["step"])).is_dir()
+    actual = run("plain", str(tmp_path))
+    assert actual["step"] < 12
+    assert (tmp_path / "checkpoints" / str(actual["step"])).is_dir()
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("saved", [False, True])
 def test_processes_stop_early_together_and_return_the_best_state(saved, tmp_path):
-    found = run("early", str(tmp_path) if saved else None)
-    assert (found["step"], found["seen"]) == (4, 8)
+    actual = run("early", str(tmp_path) if saved else None)
+    assert (actual["step"], actual["seen"]) == (4, 8)

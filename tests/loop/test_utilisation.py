@@ -30,8 +30,8 @@ def test_a_peak_that_is_not_known(arguments):
 def test_three_times_the_forward_pass_over_all_devices(arguments, monkeypatch):
     chip = dataclasses.replace(_chips.CHIPS["v4"], device_kind="cpu")
     monkeypatch.setattr(_chips, "CHIPS", types.MappingProxyType({"v4": chip}))
-    found = seconds_at_peak(*arguments)
-    assert found == pytest.approx(3 * 2 * 32 * 8 * 16 / chip.flops["float32"] / 8)
+    actual = seconds_at_peak(*arguments)
+    assert actual == pytest.approx(3 * 2 * 32 * 8 * 16 / chip.flops["float32"] / 8)
     training, *others = arguments
     frozen = dataclasses.replace(training, trainable=lambda x: False)
     assert seconds_at_peak(frozen, *others) is None

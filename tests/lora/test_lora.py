@@ -68,14 +68,14 @@ def test_nothing_changes_at_first():
 
 @pytest.mark.thorough
 def test_the_matched_matrices_are_adapted():
-    found = paths(lora.adapters(lora.add_adapters(MODEL, 3, targets=["wq", "wo"], key=KEY)))
-    assert {path: x.shape for path, x in found.items()} == {
+    actual = paths(lora.adapters(lora.add_adapters(MODEL, 3, targets=["wq", "wo"], key=KEY)))
+    assert {path: x.shape for path, x in actual.items()} == {
         "layers/wq/a": (2, 16, 3),
         "layers/wq/b": (2, 3, 4, 4),
         "layers/wo/a": (2, 4, 4, 3),
         "layers/wo/b": (2, 3, 16),
     }
-    np.testing.assert_allclose(jnp.std(found["layers/wq/a"]), 1 / 4, rtol=0.3)
+    np.testing.assert_allclose(jnp.std(actual["layers/wq/a"]), 1 / 4, rtol=0.3)
     every = {path.rpartition("/")[0] for path in paths(lora.adapters(adapted_everywhere()))}
     layers = {f"layers/{name}" for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")}
     assert every == {*layers, "head"}

@@ -97,7 +97,7 @@ def test_no_dequantised_matrix_is_kept_for_the_backward_pass():
     floating = [x.size for x in jax.tree.leaves(pull) if eqx.is_inexact_array(x)]
     assert max(floating) < matrix
     text = iter_equations(jax.make_jaxpr(run)(model, jnp.ones((8, CONFIG.width))).jaxpr)
-    assert any(one.primitive.name in ("remat2", "checkpoint", "remat") for one in text)
+    assert any(equation.primitive.name in ("remat2", "checkpoint", "remat") for equation in text)
 
 
 @pytest.mark.thorough

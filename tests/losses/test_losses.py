@@ -54,12 +54,12 @@ def chunked(hidden, head, mask=None, *, chunk):
 
 def numpy_losses(logits, targets):
     """In float64, token by token."""
-    found = np.zeros(targets.shape)
+    actual = np.zeros(targets.shape)
     for at, target in np.ndenumerate(targets):
         row = [float(x) for x in logits[at]]
         largest = max(row)
-        found[at] = largest + math.log(sum(math.exp(x - largest) for x in row)) - row[target]
-    return found
+        actual[at] = largest + math.log(sum(math.exp(x - largest) for x in row)) - row[target]
+    return actual
 
 
 def test_is_the_mean_over_tokens():
@@ -75,8 +75,8 @@ def test_is_the_mean_over_tokens():
 def test_takes_any_shape():
     logits = unembed(HEAD, HIDDEN)[0]
     losses = np.asarray(jax.jit(jax.vmap(cross_entropy))(logits, TARGETS[0]))
-    found = jax.jit(cross_entropy)(logits, TARGETS[0])
-    np.testing.assert_allclose(found, losses.mean(), rtol=1e-6)
+    actual = jax.jit(cross_entropy)(logits, TARGETS[0])
+    np.testing.assert_allclose(actual, losses.mean(), rtol=1e-6)
 
 
 @pytest.mark.few("64-None")
@@ -101,8 +101,8 @@ def test_log_probabilities_of_tokens_equal_numpys_and_have_gradients():
     fn = ft.partial(unembed, HEAD)
     want = -numpy_losses(np.asarray(fn(HIDDEN), np.float64), np.asarray(TARGETS))
     for chunk in (5, 128):
-        found = token_log_probabilities(HIDDEN, fn, TARGETS, chunk=chunk)
-        np.testing.assert_allclose(found, want, rtol=1e-5)
+        actual = token_log_probabilities(HIDDEN, fn, TARGETS, chunk=chunk)
+        np.testing.assert_allclose(actual, want, rtol=1e-5)
     of_chunks = lambda x: -jnp.mean(token_log_probabilities(x, fn, TARGETS, chunk=4))
     of_loss = lambda x: cross_entropy(fn(x), TARGETS)
     gradients = jax.jit(lambda x: (jax.grad(of_chunks)(x), jax.grad(of_loss)(x)))
@@ -203,7 +203,9 @@ def test_large_logits_are_computed_in_chunks_by_default(mesh):
     def positions():
         with trace_context(mesh):
             jaxpr = jax.make_jaxpr(loss)(*arrays, targets)
-        avals: Any = [var.aval for one in iter_equations(jaxpr.jaxpr) for var in one.outvars]
+        avals: Any = [
+            var.aval for equation in iter_equations(jaxpr.jaxpr) for var in equation.outvars
+        ]
         return max(aval.shape[1] for aval in avals if aval.shape[-1:] == (vocab,))
 
     assert positions() == 256  # 2**30 bytes of float32 on each device
@@ -228,8 +230,8 @@ def test_chunks_by_size_have_the_loss_and_gradients_of_whole_logits(monkeypatch)
     )
     text = str(jax.make_jaxpr(by_size)(HIDDEN, HEAD, RAGGED))
     assert "scan" in text
-    found = jax.value_and_grad(by_size, argnums=(0, 1))(HIDDEN, HEAD, RAGGED)
-    for x, y in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+    actual = jax.value_and_grad(by_size, argnums=(0, 1))(HIDDEN, HEAD, RAGGED)
+    for x, y in zip(*map(jax.tree.leaves, (actual, whole)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
@@ -282,8 +284,8 @@ def test_vocabulary_may_be_sharded(tied):
     ],
 )
 def test_mismatched_shapes_raise(change, message):
-    given = {"targets": TARGETS, "mask": None, "chunk": 4} | change
-    targets, mask, chunk = given.values()
+    options = {"targets": TARGETS, "mask": None, "chunk": 4} | change
+    targets, mask, chunk = options.values()
     # The tests' runtime type checker would reject some of these first.
     jaxtyping.config.update("jaxtyping_disable", True)
     try:

@@ -34,10 +34,10 @@ def of_token(at, clip, kl_weight, unbiased):
 
 
 def token_losses(clip, kl_weight, unbiased=False):
-    found = np.zeros((BATCH, SEQ))
+    actual = np.zeros((BATCH, SEQ))
     for at in np.ndindex(BATCH, SEQ):
-        found[at] = of_token(at, clip, kl_weight, unbiased) if MASK[at] else 0
-    return found
+        actual[at] = of_token(at, clip, kl_weight, unbiased) if MASK[at] else 0
+    return actual
 
 
 AVERAGES = {
@@ -70,9 +70,9 @@ def test_a_loss_is_that_of_the_equation(name, kl_weight, unbiased):
         )
 
     arrays = [None if x is None else to_device(x) for x in (*padded, reference)]
-    found, gradient = jax.jit(jax.value_and_grad(loss))(*arrays)
+    actual, gradient = jax.jit(jax.value_and_grad(loss))(*arrays)
     np.testing.assert_allclose(
-        found, AVERAGES[name](token_losses(clip, kl_weight, unbiased)), rtol=1e-5
+        actual, AVERAGES[name](token_losses(clip, kl_weight, unbiased)), rtol=1e-5
     )
     assert np.isfinite(gradient).all()
     assert not np.asarray(gradient)[~MASK].any()
@@ -143,8 +143,8 @@ def test_reverse_kl_is_the_divergence_of_the_student_from_the_teacher():
     arrays = to_device(student), to_device(teacher)
     np.testing.assert_allclose(losses.reverse_kl(*arrays), expected.mean(), rtol=1e-5)
     of = jax.jit(jax.value_and_grad(ft.partial(losses.reverse_kl, mask=jnp.asarray(mask)), (0, 1)))
-    found, (gradient, constant) = of(*arrays)
-    np.testing.assert_allclose(found, expected[mask].mean(), rtol=1e-5)
+    actual, (gradient, constant) = of(*arrays)
+    np.testing.assert_allclose(actual, expected[mask].mean(), rtol=1e-5)
     assert np.isfinite(gradient).all()
     assert not np.any(constant)
 
@@ -156,8 +156,8 @@ def test_losses_are_the_same_on_a_mesh():
     arrays = {"log_probs": rows(NEW), "old_log_probs": rows(OLD), "advantages": rows(ADVANTAGES)}
     arrays["mask"] = rows(MASK)
     placed = jax.device_put(arrays, rc.batch_shardings(arrays, mesh))
-    found = jax.jit(lambda x: losses.dapo(**x))(placed)
-    np.testing.assert_allclose(found, AVERAGES["dapo"](token_losses((0.2, 0.28), 0)), rtol=1e-5)
+    actual = jax.jit(lambda x: losses.dapo(**x))(placed)
+    np.testing.assert_allclose(actual, AVERAGES["dapo"](token_losses((0.2, 0.28), 0)), rtol=1e-5)
 
 
 @pytest.mark.thorough

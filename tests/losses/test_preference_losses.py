@@ -63,8 +63,8 @@ def test_a_loss_is_the_mean_of_the_equation(name):
     arrays, options, of_pair = CASES[name]
     loss = getattr(losses, name.split()[0])
     expected = np.mean([of_pair([float(x) for x in pair]) for pair in arrays.T])
-    found = jax.jit(lambda *rows: loss(*rows, **options))(*map(to_device, arrays))
-    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    actual = jax.jit(lambda *rows: loss(*rows, **options))(*map(to_device, arrays))
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.5)])
@@ -83,12 +83,12 @@ def test_kto_is_the_mean_of_the_equation(weights, shift):
         terms.append((weights[0] if good else weights[1]) - value)
     options = dict(zip(("desirable_weight", "undesirable_weight"), weights, strict=True))
     arrays = (answers, reference, desirable, unrelated, reference_unrelated)
-    found = jax.jit(
+    actual = jax.jit(
         lambda a, b, c, d, e: losses.kto(
             a, b, c, unrelated=d, reference_unrelated=e, beta=0.4, **options
         )
     )(*map(to_device, arrays))
-    np.testing.assert_allclose(found, np.mean(terms), rtol=2e-5)
+    np.testing.assert_allclose(actual, np.mean(terms), rtol=2e-5)
 
 
 def test_references_and_the_divergence_are_constants():

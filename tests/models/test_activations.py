@@ -27,8 +27,8 @@ EXPECTED = {
 def test_all_are_as_defined():
     assert EXPECTED.keys() == ACTIVATIONS.keys()
     for name, expected in EXPECTED.items():
-        found = ACTIVATIONS[name](to_device(X, np.float32))
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6, err_msg=name)
+        actual = ACTIVATIONS[name](to_device(X, np.float32))
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
 def test_unknown_names_are_refused():

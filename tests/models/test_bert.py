@@ -70,8 +70,8 @@ def test_matches_numpy(kind, head):
     # RoBERTa's head for tokens has one activation function, whatever the layers'.
     model = make(kind=kind, head=head, activation="relu", pad=2, labels=3)
     results = logits_of(model, TOKENS, types=TYPES)
-    for row, found in zip(TOKENS, results, strict=True):
-        close(found, slow_results(model, np.asarray(row), np.asarray(TYPES[0])), 1e-4)
+    for row, actual in zip(TOKENS, results, strict=True):
+        close(actual, slow_results(model, np.asarray(row), np.asarray(TYPES[0])), 1e-4)
 
 
 @pytest.mark.thorough

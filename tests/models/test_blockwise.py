@@ -71,11 +71,11 @@ def test_values_and_gradients_are_those_of_all_pairs(case, size):
 
         return jax.jit(jax.value_and_grad(summed))(parts)
 
-    for found, expected in zip(
+    for actual, expected in zip(
         *map(jax.tree.leaves, map(value_and_grad, (blocks, whole))), strict=True
     ):
         largest = float(jnp.max(jnp.abs(expected)))
-        np.testing.assert_allclose(found, expected, atol=1e-5 * largest)
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * largest)
 
 
 def test_blocks_in_which_nothing_is_visible_are_left_out():
@@ -96,12 +96,12 @@ def test_dropout_is_the_same_forward_and_backward_and_for_parts_of_the_queries()
     seen = jnp.broadcast_to(jnp.eye(keys)[None, :, None], (1, keys, 2, keys))
     run = partial(attend_in_blocks, scale=0.1, rate=rate, key=jax.random.key(1), block=16)
     # With these values, the output is the weights after dropout.
-    found = jnp.moveaxis(run(q, k, seen, View(causal=True)), 2, 1)
+    actual = jnp.moveaxis(run(q, k, seen, View(causal=True)), 2, 1)
     scores = jnp.einsum("bsnk,btnk->bnst", q, k) * 0.1
     lower = jnp.tril(jnp.ones((keys, keys), bool))[None, None]
     softmax = lambda scores: jax.nn.softmax(jnp.where(lower, scores, -jnp.inf))
-    kept = found != 0
-    np.testing.assert_allclose(found, jnp.where(kept, softmax(scores) / (1 - rate), 0), atol=1e-6)
+    kept = actual != 0
+    np.testing.assert_allclose(actual, jnp.where(kept, softmax(scores) / (1 - rate), 0), atol=1e-6)
     share = jnp.sum(kept) / jnp.sum(jnp.broadcast_to(lower, kept.shape))
     assert abs(share - (1 - rate)) < 0.05
 
@@ -208,12 +208,12 @@ def batch(rows=2, seq=61):
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [llama, gemma, gpt_oss, modernbert, t5])
 def test_models_use_it_if_there_are_many_pairs(many, make):
-    model, found = make(), []
+    model, actual = make(), []
     for count in (1, 10**9):
         many(count)
         fn = lambda model, batch: loss_fn(model, batch, None)  # traced anew
-        found.append(eqx.filter_jit(eqx.filter_value_and_grad(fn))(model, batch()))
-    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        actual.append(eqx.filter_jit(eqx.filter_value_and_grad(fn))(model, batch()))
+    for one, other in zip(*map(jax.tree.leaves, actual), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
@@ -226,7 +226,7 @@ def test_no_array_of_all_pairs_is_made(many, remat):
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     summed = lambda params, batch: loss_fn(eqx.combine(params, rest), batch, None)
     jaxpr = jax.make_jaxpr(jax.grad(summed))(params, batch(1, seq))
-    avals: Any = [var.aval for one in iter_equations(jaxpr.jaxpr) for var in one.outvars]
+    avals: Any = [var.aval for equation in iter_equations(jaxpr.jaxpr) for var in equation.outvars]
     # The largest are the logits and the hidden layers, which JAX keeps for all layers.
     assert max(aval.size for aval in avals) <= seq * 64 * 3 < seq * seq
 
@@ -242,15 +242,15 @@ def test_forward_mode_says_why_not(many):
 
 @pytest.mark.thorough
 def test_plans_are_those_of_all_pairs(many):
-    mesh, model, found = rc.make_mesh(data=2, fsdp=2, model=2), llama(), []
+    mesh, model, actual = rc.make_mesh(data=2, fsdp=2, model=2), llama(), []
     for count in (1, 10**9):
         many(count)
         fn = lambda model, batch, key: loss_fn(model, batch, key)
-        found.append(rc.plan_shardings(model, mesh, fn=fn, args=(batch(8), None)))
-    blocks, pairs = found
+        actual.append(rc.plan_shardings(model, mesh, fn=fn, args=(batch(8), None)))
+    blocks, pairs = actual
     assert blocks.compute == pairs.compute
     assert jax.tree.leaves(blocks.shardings) == jax.tree.leaves(pairs.shardings)
-    figures = [plan.report.program for plan in found]
+    figures = [plan.report.program for plan in actual]
     assert figures[0].memory.activations < figures[1].memory.activations
     assert not figures[0].unknown
 

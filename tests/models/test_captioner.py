@@ -58,29 +58,29 @@ def test_padding_of_captions_changes_nothing():
     for before, behind in ((3, 0), (0, 3)):
         widths = ((0, 0), (before, behind))
         tokens, mask = jnp.pad(TOKENS, widths), jnp.pad(jnp.ones_like(TOKENS), widths)
-        found = logits_of(MODEL, PIXELS, tokens, decoder_mask=mask)
-        close(found[:, before : before + 7], expected)
+        actual = logits_of(MODEL, PIXELS, tokens, decoder_mask=mask)
+        close(actual[:, before : before + 7], expected)
 
 
 @pytest.mark.thorough
 def test_cache_gives_what_all_at_once_does():
     expected = logits_of(MODEL, PIXELS, TOKENS)
     cache = MODEL.init_cache(2, 8, memory=helpers.jit(Captioner.encode)(MODEL, PIXELS))
-    found = []
+    actual = []
     for part in (slice(0, 4), slice(4, 5), slice(5, 7)):
         logits, cache = helpers.decode(MODEL, TOKENS[:, part], cache)
-        found.append(logits)
-    close(jnp.concatenate(found, axis=1), expected)
+        actual.append(logits)
+    close(jnp.concatenate(actual, axis=1), expected)
 
 
 @pytest.mark.thorough
 def test_generates_the_likeliest_captions():
-    found = rc.generate(MODEL, PIXELS, max_new_tokens=4, eos=())
+    actual = rc.generate(MODEL, PIXELS, max_new_tokens=4, eos=())
     tokens = jnp.ones((2, 7), jnp.int32)
     for i in range(4):
         best = jnp.argmax(logits_of(MODEL, PIXELS, tokens)[:, i], axis=-1)
         tokens = tokens.at[:, i + 1].set(best.astype(jnp.int32))
-    np.testing.assert_array_equal(found, tokens[:, 1:5])
+    np.testing.assert_array_equal(actual, tokens[:, 1:5])
 
 
 @pytest.mark.thorough
@@ -174,9 +174,9 @@ def test_is_saved_under_published_names_and_read_back(tmp_path):
         "decoder.transformer.h.1.crossattention.q_attn.weight",
         "decoder.transformer.wte.weight",
     }
-    found = rc.load_pretrained(tmp_path)
-    assert found.config == model.config
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+    actual = rc.load_pretrained(tmp_path)
+    assert actual.config == model.config
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
     assert not hf_captioner.settle(model.config, ["encoder.layernorm.bias"]).encoder.pooler
     copies = hf_captioner.duplicates(model.config)

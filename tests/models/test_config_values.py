@@ -74,8 +74,8 @@ def numbers_of(family):
     number: (setting, value)."""
     names = names_of(hf_names(CONFIGS[family])._FIELDS)
     settings = write_config(CONFIGS[family])
-    found = [(name, settings.get(name)) for name in names.values()]
-    return [(name, value) for name, value in found if type(value) in (int, float)]
+    actual = [(name, settings.get(name)) for name in names.values()]
+    return [(name, value) for name, value in actual if type(value) in (int, float)]
 
 
 def read(family, **changes):

@@ -104,8 +104,8 @@ def test_experts_are_chosen_within_the_best_groups(weights_sum_to_one):
         weights = scores[at][best]
         expected[at][best] = 2.5 * weights / (weights.sum() if weights_sum_to_one else 1)
     config = dataclasses.replace(CONFIG, weights_sum_to_one=weights_sum_to_one)
-    found = route(to_device(scores), to_device(correction), config)
-    assert_close(found, expected, 1e-6)
+    actual = route(to_device(scores), to_device(correction), config)
+    assert_close(actual, expected, 1e-6)
 
 
 def test_cache_holds_latent_features():

@@ -88,8 +88,8 @@ RESAMPLED = {
 
 @pytest.mark.parametrize(("new", "filtered"), RESAMPLED)
 def test_positions_are_resampled_as_pytorch_does(new, filtered):
-    found = cubic_weights(4, new, filtered) @ np.array([0.0, 1.0, 4.0, 9.0])
-    np.testing.assert_allclose(found, RESAMPLED[new, filtered], atol=1e-5)
+    actual = cubic_weights(4, new, filtered) @ np.array([0.0, 1.0, 4.0, 9.0])
+    np.testing.assert_allclose(actual, RESAMPLED[new, filtered], atol=1e-5)
 
 
 def test_a_grid_of_the_same_size_is_the_table():
@@ -109,9 +109,9 @@ def test_the_plan_is_megatrons():
     loss = lambda model, pixels: jnp.mean(jax.nn.logsumexp(model(pixels), axis=-1))
     plan = rc.plan_shardings(model, mesh_of(2, 1, 4), fn=loss, args=(pixels,))
     paths = [row.path for row in plan.report.arrays]
-    found = dict(zip(paths, plan.compute.dims, strict=True))
+    actual = dict(zip(paths, plan.compute.dims, strict=True))
     expected = {"wq": 2, "wk": 2, "wv": 2, "wo": 1, "up": 2, "down": 1}
-    assert {name: found["layers/" + name] for name in expected} == expected
+    assert {name: actual["layers/" + name] for name in expected} == expected
     assert not plan.report.program.unknown
 
 

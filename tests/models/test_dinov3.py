@@ -100,9 +100,9 @@ def test_the_plan_is_megatrons():
     loss = lambda model, pixels: jnp.mean(jax.nn.logsumexp(model(pixels), axis=-1))
     plan = rc.plan_shardings(model, mesh_of(2, 1, 4), fn=loss, args=(pixels,))
     paths = [row.path for row in plan.report.arrays]
-    found = dict(zip(paths, plan.compute.dims, strict=True))
+    actual = dict(zip(paths, plan.compute.dims, strict=True))
     expected = {"wq": 2, "wk": 2, "wv": 2, "wo": 1, "gate": 2, "up": 2, "down": 1}
-    assert {name: found["layers/" + name] for name in expected} == expected
+    assert {name: actual["layers/" + name] for name in expected} == expected
     assert not plan.report.program.unknown
 
 

@@ -71,8 +71,8 @@ def test_the_plan_is_that_of_the_products(monkeypatch, model):
         return jnp.mean(jax.nn.log_softmax(model(tokens).astype(jnp.float32)))
 
     def specs():
-        found = rc.infer_shardings(abstract, mesh, fn=loss_fn, args=(tokens,))
-        return [sharding.spec for sharding in jax.tree.leaves(found)]
+        actual = rc.infer_shardings(abstract, mesh, fn=loss_fn, args=(tokens,))
+        return [sharding.spec for sharding in jax.tree.leaves(actual)]
 
     expected = specs()
     used = []
@@ -137,9 +137,9 @@ def test_long_causal_rows_need_no_array_of_all_pairs(monkeypatch):
     tokens = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
     with compiling_for(Target("gpu", 8)):
         jaxpr, *_ = eqx.filter_make_jaxpr(run)(abstract, tokens)
-    found = list(iter_equations(jaxpr.jaxpr))
-    assert any(one.primitive.name.startswith("dot_product_attention_fwd") for one in found)
-    avals: Any = [var.aval for one in found for var in one.outvars]
+    actual = list(iter_equations(jaxpr.jaxpr))
+    assert any(one.primitive.name.startswith("dot_product_attention_fwd") for one in actual)
+    avals: Any = [var.aval for one in actual for var in one.outvars]
     assert max(aval.size for aval in avals) < 2048 * 2048
 
 

@@ -59,8 +59,8 @@ def test_gradients_are_those_of_the_recurrence():
 
     # With one token in a chunk there is nothing but the recurrence.
     pair = [jax.grad(loss(chunk), argnums=range(6))(*inputs) for chunk in (4, 1)]
-    for found, expected in zip(*pair, strict=True):
-        assert_close(found, expected, 1e-5)
+    for actual, expected in zip(*pair, strict=True):
+        assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.thorough

@@ -83,8 +83,8 @@ def test_a_sink_takes_its_share_of_the_weights():
         weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(sinks[head]))
         expected[0, query, head] = weights @ v[0, : query + 1, head // 2]
     *args, sinks = [to_device(x, np.float32) for x in (q, k, v, sinks)]
-    found = jax.jit(attend)(*args, visible=to_device(visible)[None], sinks=sinks)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    actual = jax.jit(attend)(*args, visible=to_device(visible)[None], sinks=sinks)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_hidden_features_are_clamped():

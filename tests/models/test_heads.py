@@ -32,17 +32,17 @@ KEY, OTHER = (jax.random.key(seed, impl="unsafe_rbg") for seed in (0, 1))
 )
 def test_only_the_head_of_a_bert_is_fresh(kind, head):
     model = make(Bert, BERT, kind=kind, head=head, labels=3)
-    found = with_head(model, labels=5, key=KEY)
-    assert jax.tree.leaves(found.layers) == jax.tree.leaves(model.layers)
-    assert found.embed is model.embed
-    assert (found.config.head, found.config.labels) == ("classification", 5)
-    assert logits_of(found, TOKENS).shape == (2, 5)
-    np.testing.assert_allclose(jnp.std(found.head.w), 0.02, rtol=0.3)
+    actual = with_head(model, labels=5, key=KEY)
+    assert jax.tree.leaves(actual.layers) == jax.tree.leaves(model.layers)
+    assert actual.embed is model.embed
+    assert (actual.config.head, actual.config.labels) == ("classification", 5)
+    assert logits_of(actual, TOKENS).shape == (2, 5)
+    np.testing.assert_allclose(jnp.std(actual.head.w), 0.02, rtol=0.3)
     other = with_head(model, labels=5, key=OTHER)
-    assert jnp.max(jnp.abs(other.head.w - found.head.w)) > 0.01
+    assert jnp.max(jnp.abs(other.head.w - actual.head.w)) > 0.01
     # It is what one of this configuration is.
-    fresh = eqx.filter_eval_shape(Bert, found.config, key=KEY)
-    assert jax.tree.structure(fresh) == jax.tree.structure(found)
+    fresh = eqx.filter_eval_shape(Bert, actual.config, key=KEY)
+    assert jax.tree.structure(fresh) == jax.tree.structure(actual)
 
 
 @pytest.mark.thorough
@@ -54,9 +54,9 @@ def test_a_pooler_is_kept(head, pooler):
 
 @pytest.mark.thorough
 def test_one_label_is_regression():
-    found = with_head(make(Bert, BERT, head="masked"), labels=1, key=KEY)
-    assert logits_of(found, TOKENS).shape == (2, 1)
-    assert write_config(found.config)["id2label"] == {"0": "LABEL_0"}
+    actual = with_head(make(Bert, BERT, head="masked"), labels=1, key=KEY)
+    assert logits_of(actual, TOKENS).shape == (2, 1)
+    assert write_config(actual.config)["id2label"] == {"0": "LABEL_0"}
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
@@ -65,53 +65,53 @@ def test_one_label_is_regression():
 def test_labels_of_tokens(kind):
     """Those of a token depend on its hidden state alone, and padding changes nothing."""
     model = make(Bert, BERT, pooler=True) if kind == "bert" else make(ModernBert, MODERN)
-    found = with_head(model, labels=["O", "B", "I"], of_tokens=True, key=KEY)
-    assert found.config.head == "tokens"
-    assert not getattr(found.config, "pooler", False)
+    actual = with_head(model, labels=["O", "B", "I"], of_tokens=True, key=KEY)
+    assert actual.config.head == "tokens"
+    assert not getattr(actual.config, "pooler", False)
     padded, mask = jnp.pad(TOKENS, ((0, 0), (2, 0))), jnp.pad(TOKENS * 0 + 1, ((0, 0), (2, 0)))
     logits = eqx.filter_jit(lambda model, tokens, mask: model(tokens, mask=mask))
-    assert logits(found, TOKENS, None).shape == (*TOKENS.shape, 3)
-    close(logits(found, padded, mask)[:, 2:], logits(found, TOKENS, None))
-    shifted = eqx.tree_at(lambda m: m.head.b, found, found.head.b + 1)
-    close(logits(shifted, TOKENS, None), logits(found, TOKENS, None) + 1)
-    assert write_config(found.config)["id2label"] == {"0": "O", "1": "B", "2": "I"}
+    assert logits(actual, TOKENS, None).shape == (*TOKENS.shape, 3)
+    close(logits(actual, padded, mask)[:, 2:], logits(actual, TOKENS, None))
+    shifted = eqx.tree_at(lambda m: m.head.b, actual, actual.head.b + 1)
+    close(logits(shifted, TOKENS, None), logits(actual, TOKENS, None) + 1)
+    assert write_config(actual.config)["id2label"] == {"0": "O", "1": "B", "2": "I"}
 
 
 @pytest.mark.thorough
 def test_labels_may_have_names():
-    found = with_head(make(Bert, BERT), labels=["bad", "good"], key=KEY)
-    assert logits_of(found, TOKENS).shape == (2, 2)
-    assert write_config(found.config)["id2label"] == {"0": "bad", "1": "good"}
+    actual = with_head(make(Bert, BERT), labels=["bad", "good"], key=KEY)
+    assert logits_of(actual, TOKENS).shape == (2, 2)
+    assert write_config(actual.config)["id2label"] == {"0": "bad", "1": "good"}
 
 
 @pytest.mark.thorough
 def test_only_the_head_of_a_vit_is_fresh():
     model = make(ViT, VIT, pooler=True)
-    found = with_head(model, labels=3, key=KEY)
-    assert found.pooler is None
-    assert found.patch_embed is model.patch_embed
-    assert logits_of(found, jnp.ones((2, 3, 4, 4))).shape == (2, 3)
+    actual = with_head(model, labels=3, key=KEY)
+    assert actual.pooler is None
+    assert actual.patch_embed is model.patch_embed
+    assert logits_of(actual, jnp.ones((2, 3, 4, 4))).shape == (2, 3)
 
 
 @pytest.mark.thorough
 def test_a_fresh_head_is_of_the_models_dtype():
-    found = with_head(helpers.cast(make(Bert, BERT), jnp.bfloat16), labels=2, key=KEY)
-    assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype(jnp.bfloat16)}
+    actual = with_head(helpers.cast(make(Bert, BERT), jnp.bfloat16), labels=2, key=KEY)
+    assert {x.dtype for x in jax.tree.leaves(actual)} == {np.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.thorough
 def test_a_fresh_head_is_on_the_models_devices():
     mesh = rc.make_mesh(model=4)
     model = make(Bert, BERT)
-    found = with_head(jax.device_put(model, NamedSharding(mesh, P())), labels=2, key=KEY)
-    assert found.head.w.sharding == NamedSharding(mesh, P())
-    close(logits_of(found, TOKENS), logits_of(with_head(model, labels=2, key=KEY), TOKENS))
+    actual = with_head(jax.device_put(model, NamedSharding(mesh, P())), labels=2, key=KEY)
+    assert actual.head.w.sharding == NamedSharding(mesh, P())
+    close(logits_of(actual, TOKENS), logits_of(with_head(model, labels=2, key=KEY), TOKENS))
 
 
 def test_an_abstract_model_gets_an_abstract_head():
     abstract = eqx.filter_eval_shape(Bert, BERT, key=KEY)
-    found = eqx.filter_eval_shape(with_head, abstract, labels=3, key=KEY)
-    assert found.head.w.shape == (16, 3)
+    actual = eqx.filter_eval_shape(with_head, abstract, labels=3, key=KEY)
+    assert actual.head.w.shape == (16, 3)
 
 
 def test_adapted_weights_stay_adapted():

@@ -65,10 +65,10 @@ def test_products_have_the_derivatives_of_einsum(equation, shape):
     ours = lambda x, w: jnp.sum(jnp.tanh(product(equation, x, w)))
     exact = lambda x, w: jnp.sum(jnp.tanh(jnp.einsum(equation, x, w)))
     args, tangents = (X, weight), (jnp.cos(X), jnp.sin(weight))
-    for found, expected in zip(
+    for actual, expected in zip(
         jax.grad(ours, (0, 1))(*args), jax.grad(exact, (0, 1))(*args), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     pushed = [jax.jvp(fn, args, tangents)[1] for fn in (ours, exact)]
     np.testing.assert_allclose(*pushed, rtol=1e-4)
     twice = [jax.jvp(jax.grad(fn, 1), args, tangents)[1] for fn in (ours, exact)]
@@ -87,13 +87,13 @@ def test_unrolled_layers_have_the_same_losses_and_gradients(remat):
     def loss_fn(model):
         return jnp.mean(model(TOKENS) ** 2)
 
-    found = []
+    actual = []
     for unroll in (1, 2, 9) if remat == "none" else (1, 3):
         config = dataclasses.replace(CONFIG, unroll=unroll, remat=remat)
         loss, gradient = loss_fn(models.GPT2(config, key=jax.random.key(0)))
-        found.append([loss, *jax.tree.leaves(gradient)])
-    for other in found[1:]:
-        for x, y in zip(found[0], other, strict=True):
+        actual.append([loss, *jax.tree.leaves(gradient)])
+    for other in actual[1:]:
+        for x, y in zip(actual[0], other, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 

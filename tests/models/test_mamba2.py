@@ -79,8 +79,8 @@ def test_states_pass_from_token_to_token(chunk):
         state = kept * state + (steps[:, at][..., None] * x[:, at])[..., None] * into
         expected.append((state * out).sum(axis=-1))
     args = [to_device(y, np.float32) for y in (x, steps, rates, b, c, first)]
-    found, last = jax.jit(scan_states, static_argnames="chunk")(*args, chunk=chunk)
-    assert_close(found, np.stack(expected, axis=1), 1e-5)
+    actual, last = jax.jit(scan_states, static_argnames="chunk")(*args, chunk=chunk)
+    assert_close(actual, np.stack(expected, axis=1), 1e-5)
     assert_close(last, state, 1e-5)
 
 

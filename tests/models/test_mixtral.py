@@ -93,8 +93,8 @@ def test_experts_equal_each_token_by_itself(chosen, favourite):
     )
     out, use = jax.jit(run)(to_device(weights, np.float32), *args)
     assert_close(out, expected[0], 1e-5)
-    for found, right in zip(use, expected[1:], strict=True):
-        np.testing.assert_allclose(found, right, rtol=1e-5)
+    for actual, right in zip(use, expected[1:], strict=True):
+        np.testing.assert_allclose(actual, right, rtol=1e-5)
 
 
 @pytest.mark.thorough
@@ -121,8 +121,8 @@ def test_gradients_equal_those_of_all_experts(favourite):
         )
         for f in (sparse, dense)
     ]
-    for found, right in zip(*grads, strict=True):
-        assert_close(found, right, 1e-5)
+    for actual, right in zip(*grads, strict=True):
+        assert_close(actual, right, 1e-5)
 
 
 def test_even_use_runs_half_of_all_products():

@@ -112,8 +112,8 @@ def test_the_plan_is_megatrons():
     loss = lambda model, tokens: jnp.mean(jax.nn.logsumexp(model(tokens), axis=-1))
     plan = rc.plan_shardings(model, mesh_of(2, 1, 4), fn=loss, args=(tokens,))
     paths = [row.path for row in plan.report.arrays]
-    found = dict(zip(paths, plan.compute.dims, strict=True))
-    split = {path.removeprefix("layers/"): dim for path, dim in found.items() if dim is not None}
+    actual = dict(zip(paths, plan.compute.dims, strict=True))
+    split = {path.removeprefix("layers/"): dim for path, dim in actual.items() if dim is not None}
     expected = {"wq": 2, "wk": 2, "wv": 2, "wo": 1, "gate": 2, "up": 2, "down": 1}
     assert split.items() >= (expected | {"embed": 0}).items()
     assert not plan.report.program.unknown

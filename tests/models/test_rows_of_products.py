@@ -26,10 +26,10 @@ def test_rows_are_merged_only_if_the_process_has_one_device(equation, devices, m
     plain = lambda x, weight: jnp.sum(jnp.sin(jnp.einsum(equation, x, weight)))
 
     gradient = jax.grad(ours, argnums=(0, 1))
-    for found, expected in zip(
+    for actual, expected in zip(
         gradient(x, weight), jax.grad(plain, argnums=(0, 1))(x, weight), strict=True
     ):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
     equations = iter_equations(jax.make_jaxpr(gradient)(x, weight))
     products = [eqn for eqn in equations if eqn.primitive.name == "dot_general"]

@@ -58,8 +58,8 @@ def test_each_layer_has_its_arrays_its_inputs_and_its_number():
         layer = Stack(stacks[kind].w[number])
         expected, seen = layer_fn(kind, expected, seen, layer, inputs[position], number, None)
     for options in ({}, {"unroll": 6}, {"remat": "full"}):
-        found = eqx.filter_jit(run)(stacks, x, inputs, **options)
-        np.testing.assert_allclose(found[0], expected, rtol=1e-6)
-        np.testing.assert_allclose(found[1], seen, rtol=1e-5)
+        actual = eqx.filter_jit(run)(stacks, x, inputs, **options)
+        np.testing.assert_allclose(actual[0], expected, rtol=1e-6)
+        np.testing.assert_allclose(actual[1], seen, rtol=1e-5)
     apart = {kind: by_layer(stack) for kind, stack in stacks.items()}
     np.testing.assert_allclose(run(apart, x, inputs)[1], seen, rtol=1e-5)

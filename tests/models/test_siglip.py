@@ -52,10 +52,10 @@ def test_the_plan_is_megatrons():
     loss = lambda model, pixels, tokens: pairwise_sigmoid(model(pixels, tokens))
     plan = rc.plan_shardings(model, mesh_of(2, 1, 4), fn=loss, args=(pixels, tokens))
     paths = [row.path for row in plan.report.arrays]
-    found = dict(zip(paths, plan.compute.dims, strict=True))
+    actual = dict(zip(paths, plan.compute.dims, strict=True))
     expected = {"wq": 2, "wk": 2, "wv": 2, "wo": 1, "up": 2, "down": 1}
     for part in ("image", "text"):
-        assert {name: found[f"{part}/layers/{name}"] for name in expected} == expected
+        assert {name: actual[f"{part}/layers/{name}"] for name in expected} == expected
     assert not plan.report.program.unknown
 
 

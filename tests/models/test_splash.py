@@ -58,9 +58,9 @@ def test_values_and_gradients_are_those_of_scores_of_all_pairs(case):
         return jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(Q, K, V)
 
     pairs = zip(*map(jax.tree.leaves, map(value_and_grad, (kernel, whole))), strict=True)
-    for found, expected in pairs:
+    for actual, expected in pairs:
         largest = float(jnp.max(jnp.abs(expected)))
-        np.testing.assert_allclose(found, expected, atol=1e-5 * largest)
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * largest)
 
 
 def run_causal(q, k, v):
@@ -91,8 +91,8 @@ def loss_fn(model, tokens, key=None):
 
 
 def kernels(fn, *args):
-    found = iter_equations(eqx.filter_make_jaxpr(fn)(*args)[0].jaxpr)
-    return sum(one.primitive.name.endswith("_splash") for one in found)
+    actual = iter_equations(eqx.filter_make_jaxpr(fn)(*args)[0].jaxpr)
+    return sum(one.primitive.name.endswith("_splash") for one in actual)
 
 
 def test_it_is_chosen_for_long_sequences_on_tpus():
@@ -113,21 +113,21 @@ def test_a_planned_model_runs_it_on_each_device(sizes):
         plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(tokens,))
         grad = eqx.filter_value_and_grad(plan.constrain(loss_fn))
         inside = [len(one) for one in local_kernels(grad, model, tokens)]
-        found = eqx.filter_jit(grad)(jax.device_put(model, plan.shardings), tokens)
+        actual = eqx.filter_jit(grad)(jax.device_put(model, plan.shardings), tokens)
     assert inside == [1, 1]  # forward and backward
     expected = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))(model, tokens)
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def local_kernels(fn, *args):
     """The kernels in each `jax.shard_map`."""
-    for one in iter_equations(eqx.filter_make_jaxpr(fn)(*args)[0].jaxpr):
-        if one.primitive.name == "shard_map":
-            inside = iter_equations(one.params["jaxpr"])
-            found = [x for x in inside if x.primitive.name.endswith("_splash")]
-            if found:  # lookups of tokens may run in one too
-                yield found
+    for equation in iter_equations(eqx.filter_make_jaxpr(fn)(*args)[0].jaxpr):
+        if equation.primitive.name == "shard_map":
+            inside = iter_equations(equation.params["jaxpr"])
+            actual = [x for x in inside if x.primitive.name.endswith("_splash")]
+            if actual:  # lookups of tokens may run in one too
+                yield actual
 
 
 def attention_loss(scale, q, k, v, segments):

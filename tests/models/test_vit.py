@@ -52,8 +52,8 @@ def slow_hidden(model, image):
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": False, "patch": (4, 2)}])
 def test_matches_numpy(changes):
     model = make(ViT, CONFIG, **changes)
-    for image, found in zip(np.asarray(PIXELS), results_of(model, PIXELS), strict=True):
-        close(found, slow_hidden(model, image), 1e-4)
+    for image, actual in zip(np.asarray(PIXELS), results_of(model, PIXELS), strict=True):
+        close(actual, slow_hidden(model, image), 1e-4)
 
 
 @pytest.mark.thorough
@@ -102,8 +102,8 @@ gradient_of = helpers.jit(jax.grad(loss_of))
 @pytest.mark.thorough
 def test_remat_changes_no_gradient():
     expected = gradient_of(MODEL, PIXELS)
-    found = gradient_of(make(ViT, MODEL.config, remat="full"), PIXELS)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    actual = gradient_of(make(ViT, MODEL.config, remat="full"), PIXELS)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
@@ -115,9 +115,9 @@ def test_remat_changes_no_gradient():
 def test_half_precision_is_close_to_float32(dtype, tolerance):
     half = helpers.cast(make(ViT, CONFIG, norm_eps=1e-6), dtype)
     exact = results_of(helpers.cast(half, jnp.float32), PIXELS)
-    found = results_of(half, PIXELS)
-    assert found.dtype == dtype
-    assert jnp.max(jnp.abs(found.astype(jnp.float32) - exact)) < tolerance * jnp.max(exact)
+    actual = results_of(half, PIXELS)
+    assert actual.dtype == dtype
+    assert jnp.max(jnp.abs(actual.astype(jnp.float32) - exact)) < tolerance * jnp.max(exact)
     assert helpers.finite(gradient_of(half, PIXELS))
 
 
@@ -248,9 +248,9 @@ def test_is_saved_under_published_names_and_read_back(changes, some, tmp_path):
         # A base may have its prefix all the same.
         tensors = {f"vit.{name}": x for name, x in tensors.items()}
         save_file(tensors, tmp_path / "model.safetensors")
-    found = rc.load_pretrained(tmp_path)
-    assert found.config == model.config
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+    actual = rc.load_pretrained(tmp_path)
+    assert actual.config == model.config
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

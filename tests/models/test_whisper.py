@@ -116,8 +116,8 @@ def test_cache_and_padding_are_as_all_at_once():
     logits = eqx.filter_jit(lambda model, *args, **more: model(*args, **more))
     expected = logits(model, FEATURES, TOKENS)
     padded = jnp.pad(TOKENS, ((0, 0), (3, 0)))
-    found = logits(model, FEATURES, padded, decoder_mask=jnp.pad(TOKENS * 0 + 1, ((0, 0), (3, 0))))
-    np.testing.assert_allclose(found[:, 3:], expected, atol=1e-4)
+    actual = logits(model, FEATURES, padded, decoder_mask=jnp.pad(TOKENS * 0 + 1, ((0, 0), (3, 0))))
+    np.testing.assert_allclose(actual[:, 3:], expected, atol=1e-4)
 
     @eqx.filter_jit
     def in_steps(model):

@@ -82,11 +82,11 @@ def test_tokenizers_of_other_forms_are_converted(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     text = "noch ein Gitter, naïve \U0001f388"
-    found = published.read_tokenizer(tmp_path)
-    ids = found.encode(text, add_special_tokens=False).ids
+    actual = published.read_tokenizer(tmp_path)
+    ids = actual.encode(text, add_special_tokens=False).ids
     assert ids == tokenizer.encode(text).ids
     assert len(ids) < len(text.encode())  # merges are used
-    assert found.decode(ids) == text
+    assert actual.decode(ids) == text
     (tmp_path / "vocab.json").unlink()
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(SystemExit, match="no tokenizer that can be read"):

@@ -26,22 +26,22 @@ def pytest_runtest_makereport(item, call):
     it at once, so that a run that is interrupted can go on."""
     report = yield
     if call.when == "call":
-        found = [*agreement.measured]
+        actual = [*agreement.measured]
         agreement.measured.clear()
         if report.failed:
             params = getattr(item, "callspec", None)
             case = params.params.get("case") if params else None
             kind = case.model.config_class.model_type if case else item.path.stem
-            found.append((kind, "failed", 1))
-        report.user_properties.append(("agreement", found))
+            actual.append((kind, "failed", 1))
+        report.user_properties.append(("agreement", actual))
         if path := item.config.getoption("agreement", None):
-            agreement.write(path, item.nodeid, found)
+            agreement.write(path, item.nodeid, actual)
     return report
 
 
 def found_by(report):
     properties = [pair for pair in report.user_properties if pair[0] == "agreement"]
-    return [tuple(entry) for _, found in properties for entry in found]
+    return [tuple(entry) for _, actual in properties for entry in actual]
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -103,10 +103,10 @@ def expected_tokens(case: Case, directory: Path, prompts: np.ndarray) -> np.ndar
 
 def check(case, directory, prompts):
     expected = expected_tokens(case, directory, prompts)
-    found = np.asarray(rc.generate(rc.load_pretrained(directory), prompts, max_new_tokens=NEW))
+    actual = np.asarray(rc.generate(rc.load_pretrained(directory), prompts, max_new_tokens=NEW))
     width = expected.shape[1]
-    np.testing.assert_array_equal(found[:, :width], expected)
-    assert len(np.unique(found[:, width:])) <= 1  # padding
+    np.testing.assert_array_equal(actual[:, :width], expected)
+    assert len(np.unique(actual[:, width:])) <= 1  # padding
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -56,5 +56,5 @@ def test_masked_patches(tmp_path):
     pixels = images(2, 3, 16, 16)
     with torch.no_grad():
         out = reference(torch.tensor(pixels), bool_masked_pos=torch.tensor(masked))
-    found = load_pretrained(tmp_path)(jnp.asarray(pixels), masked=jnp.asarray(masked))
-    assert np.abs(np.asarray(found) - out[0].numpy()).max() < TOLERANCE
+    actual = load_pretrained(tmp_path)(jnp.asarray(pixels), masked=jnp.asarray(masked))
+    assert np.abs(np.asarray(actual) - out[0].numpy()).max() < TOLERANCE

@@ -159,8 +159,8 @@ def test_reads_what_peft_has_saved(name, tmp_path):
     if not base:
         fresh = type(reference).from_pretrained(tmp_path / "base")
         theirs = peft.PeftModel.from_pretrained(fresh, tmp_path / "again").eval()
-        found = [row.detach().numpy() for row in reference_outputs(theirs, batch)]
-        assert difference(found, expected) < TOLERANCE
+        actual = [row.detach().numpy() for row in reference_outputs(theirs, batch)]
+        assert difference(actual, expected) < TOLERANCE
     record(case, "adapters read")
 
 

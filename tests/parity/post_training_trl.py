@@ -239,13 +239,13 @@ def test_groups(weights, tmp_path, kind):
     data = Dataset.from_list([{"prompt": row["prompt"]} for row in answers()])
     trainer = GRPOTrainer(args=config, train_dataset=data, reward_funcs=varied, **load(weights))
     rewards = []
-    trainer.reward_funcs[0] = lambda **given: rewards.append(varied(**given)) or rewards[-1]
+    trainer.reward_funcs[0] = lambda **given: rewards.append(varied(**keywords)) or rewards[-1]
     models: list[Any] = []
     steps = recorded(trainer, models)
     scale = config.scale_rewards == "group"
     # A rollout is trained on in two steps.
-    for (arrays, _), given in zip(steps[::2], rewards, strict=True):
-        own = losses.grpo_advantages(np.array(given, np.float32).reshape(-1, 4), scale=scale)
+    for (arrays, _), keywords in zip(steps[::2], rewards, strict=True):
+        own = losses.grpo_advantages(np.array(keywords, np.float32).reshape(-1, 4), scale=scale)
         assert_equal_in_any_order(own, arrays["advantages"])
 
     def as_batch(arrays):
@@ -264,14 +264,14 @@ def test_groups(weights, tmp_path, kind):
         start = batch["tokens"].shape[1] - batch["mask"].shape[1]
         logs = jax.nn.log_softmax(model.unembed(hidden[:, start - 1 :]))
         new = jnp.take_along_axis(logs, batch["tokens"][:, start:, None], axis=-1)[..., 0]
-        given = {"mask": batch["mask"]}
-        given |= {"clip": (0.2, 0.28)} if kind == "dapo" else {}
-        given |= {"max_tokens": 10} if kind == "dr_grpo" else {}
+        keywords = {"mask": batch["mask"]}
+        keywords |= {"clip": (0.2, 0.28)} if kind == "dapo" else {}
+        keywords |= {"max_tokens": 10} if kind == "dr_grpo" else {}
         if "reference" in batch:
-            given |= {"reference_log_probs": batch["reference"], "kl_weight": 0.1}
-            given |= {"unbiased_kl": kind.endswith("unbiased")}
+            keywords |= {"reference_log_probs": batch["reference"], "kl_weight": 0.1}
+            keywords |= {"unbiased_kl": kind.endswith("unbiased")}
         old = batch.get("old", jax.lax.stop_gradient(new))
-        return getattr(losses, kind.split()[0])(new, old, batch["advantages"], **given)
+        return getattr(losses, kind.split()[0])(new, old, batch["advantages"], **keywords)
 
     # At the weights of each step: the ratio is that of two models, and where hardly any gradient
     # is left, Adam makes whole steps of rounding.

@@ -22,6 +22,6 @@ def test_router_loss(case, padded, tmp_path):
     tokens = torch.tensor(batch["tokens"].astype("l"))
     expected = reference(tokens, **theirs, output_router_logits=True).aux_loss
     run = eqx.filter_jit(lambda model, *args, **more: model.hidden_and_router_loss(*args, **more))
-    _, found = run(load_pretrained(tmp_path), batch["tokens"], **ours)
-    assert found > 1
-    np.testing.assert_allclose(found, expected.item(), rtol=1e-5)
+    _, actual = run(load_pretrained(tmp_path), batch["tokens"], **ours)
+    assert actual > 1
+    np.testing.assert_allclose(actual, expected.item(), rtol=1e-5)

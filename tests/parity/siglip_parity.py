@@ -57,9 +57,9 @@ def test_the_loss_and_its_gradients(tmp_path):
     theirs = reference_gradients(reference, tmp_path / "gradients")
     model = load_pretrained(tmp_path / "theirs")
     loss = lambda model, batch: pairwise_sigmoid(apply(model, batch))
-    found, gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
+    actual, gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
     errors = gradient_errors(published_gradients(gradients, tmp_path / "ours"), theirs)
-    assert abs(float(found) - expected.item()) < TOLERANCE
+    assert abs(float(actual) - expected.item()) < TOLERANCE
     assert max(errors.values()) < TOLERANCE
 
 
@@ -71,5 +71,5 @@ def test_masked_texts(tmp_path):
     inputs = (torch.tensor(x.astype(np.int64)) for x in (tokens, mask))
     with torch.no_grad():
         out = reference.get_text_features(*inputs).pooler_output
-    found = load_pretrained(tmp_path).encode_texts(jnp.asarray(tokens), mask=jnp.asarray(mask))
-    assert np.abs(np.asarray(found) - out.numpy()).max() < TOLERANCE
+    actual = load_pretrained(tmp_path).encode_texts(jnp.asarray(tokens), mask=jnp.asarray(mask))
+    assert np.abs(np.asarray(actual) - out.numpy()).max() < TOLERANCE

@@ -105,11 +105,11 @@ def test_options_of_the_file_are_used(options, tmp_path):
     reference = case.model.from_pretrained(tmp_path).eval()
     expected = reference.generate(torch.tensor(features), max_new_tokens=12).numpy()
     model = rc.load_pretrained(tmp_path)
-    found = np.asarray(rc.generate(model, features, max_new_tokens=12))
-    found = np.where(found == 38, 0, found)  # which Whisper's own function leaves out
+    actual = np.asarray(rc.generate(model, features, max_new_tokens=12))
+    actual = np.where(actual == 38, 0, actual)  # which Whisper's own function leaves out
     width = expected.shape[1]
-    np.testing.assert_array_equal(found[:, :width], expected)
-    assert not found[:, width:].any()
+    np.testing.assert_array_equal(actual[:, :width], expected)
+    assert not actual[:, width:].any()
     rc.save_pretrained(model, tmp_path / "again")
     assert rc.load_pretrained(tmp_path / "again").config == model.config
     again = case.model.from_pretrained(tmp_path / "again").eval()

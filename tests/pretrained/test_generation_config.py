@@ -141,8 +141,8 @@ def test_odd_options_leave_the_others_and_the_weights(name, saved):
         assert config_of(saved / "llama", given).decoding == rc.Decoding(**expected)
         return
     with pytest.warns(UserWarning, match=f"generation_config.json .*`{left_out}") as warnings:
-        found = config_of(saved / "llama", given)
-    assert found.decoding == rc.Decoding(**expected)
+        actual = config_of(saved / "llama", given)
+    assert actual.decoding == rc.Decoding(**expected)
     # The path of the file may have any number in it.
     assert "50" not in str(warnings[0].message).replace(str(saved), "")
     # They do not matter if the caller says how to decode.
@@ -152,8 +152,8 @@ def test_odd_options_leave_the_others_and_the_weights(name, saved):
 
 def test_odd_tokens_and_files_leave_those_of_the_config(saved, tmp_path):
     with pytest.warns(UserWarning, match="`pad_token_id`.*`eos_token_id`, which is 'x'"):
-        found = config_of(saved / "llama", {"eos_token_id": "x", "pad_token_id": [1]})
-    assert (found.eos, found.pad) == (CONFIG.eos, CONFIG.pad)
+        actual = config_of(saved / "llama", {"eos_token_id": "x", "pad_token_id": [1]})
+    assert (actual.eos, actual.pad) == (CONFIG.eos, CONFIG.pad)
     assert config_of(saved / "llama", {"eos_token_id": 2.0}).eos == (2,)
     damaged = shutil.copytree(saved / "llama", tmp_path / "llama")
     (damaged / "generation_config.json").write_text("{")
@@ -163,8 +163,8 @@ def test_odd_tokens_and_files_leave_those_of_the_config(saved, tmp_path):
 
 def test_options_that_are_not_implemented_are_warned_of(saved):
     with pytest.warns(UserWarning, match=r"generation_config.json .*`typical_p`, which is 0.9"):
-        found = config_of(saved / "llama", {"typical_p": 0.9, "repetition_penalty": 1.2})
-    assert found.decoding == rc.Decoding(repetition_penalty=1.2)
+        actual = config_of(saved / "llama", {"typical_p": 0.9, "repetition_penalty": 1.2})
+    assert actual.decoding == rc.Decoding(repetition_penalty=1.2)
     for given in ({"token_healing": True}, {"forced_decoder_ids": [[2, 7], [3, 8]]}):
         with pytest.warns(UserWarning, match=next(iter(given))):
             assert config_of(saved / "llama", given).decoding == rc.Decoding()

@@ -157,7 +157,7 @@ def written(tied):
     tensors = tensors_of_llama(tied)
     stack = lambda name: np.stack([tensors[f"model.layers.{i}.{name}"] for i in range(LAYERS)])
     into = lambda name: stack(name).reshape(LAYERS, -1, 16, WIDTH).transpose(0, 3, 1, 2)
-    found = {
+    actual = {
         "wq": into("self_attn.q_proj"),
         "wk": into("self_attn.k_proj"),
         "wv": into("self_attn.v_proj"),
@@ -168,7 +168,7 @@ def written(tied):
         "attention_norm": stack("input_layernorm"),
         "mlp_norm": stack("post_attention_layernorm"),
     }
-    return found, tensors
+    return actual, tensors
 
 
 @pytest.mark.few("False-mesh2")
@@ -228,8 +228,8 @@ def test_factors_of_rotary_embeddings_are_those_of_llama3(scaling, tmp_path):
     """Files of Llama 3.1 and later hold them in place of settings; 128 features, as there."""
     plain = rotary_frequencies(128, 500_000.0)
     factors = plain / rotary_frequencies(128, 500_000.0, scaling)
-    found = fit_llama3(tmp_path, factors.astype(np.float32).astype(float), 500_000.0)
-    assert read_rope(found) == scaling
+    actual = fit_llama3(tmp_path, factors.astype(np.float32).astype(float), 500_000.0)
+    assert read_rope(actual) == scaling
 
 
 def test_scaled_rotary_embeddings_are_read(tmp_path):
@@ -243,8 +243,8 @@ def test_scaled_rotary_embeddings_are_read(tmp_path):
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4}
     yarn |= {"rope.scaling.original_context_length": 32, "rope.scaling.yarn_beta_fast": 16}
     config = rc.load_pretrained(write_llama(tmp_path / "yarn.gguf", metadata=yarn)).config
-    found = config.rope_scaling
-    assert (found.factor, found.original, found.fast, found.slow) == (4, 32, 16, 1)
+    actual = config.rope_scaling
+    assert (actual.factor, actual.original, actual.fast, actual.slow) == (4, 32, 16, 1)
     more = {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
     with pytest.raises(ValueError, match="differ from Llama 3's scaling"):
         rc.load_pretrained(write_llama(tmp_path / "odd.gguf", more=more))

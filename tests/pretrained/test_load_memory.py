@@ -93,22 +93,22 @@ def measure(path, mesh, how, quantise=""):
 @pytest.mark.integration
 def test_the_host_needs_little_more_than_the_devices_hold(gigabyte, mesh, how):
     assert (gigabyte / "model.safetensors").stat().st_size > 1e9
-    found = measure(gigabyte, mesh, how)
-    assert found["held"] > 0.99e9
-    assert found["above"] < 1.5 * LARGEST
+    actual = measure(gigabyte, mesh, how)
+    assert actual["held"] > 0.99e9
+    assert actual["above"] < 1.5 * LARGEST
     corner = lambda name, *shape: ramp(f"model.{name}.weight", shape)[-3:, -3:]
     up, wo = "layers.4.mlp.up_proj", "layers.4.self_attn.o_proj"
-    assert found["corners"]["layers/up"] == corner(up, 5504, 2048)[:, -1].tolist()
-    assert found["corners"]["layers/wo"] == corner(wo, 2048, 2048)[:, -1].tolist()
-    assert found["corners"]["embed"] == corner("embed_tokens", 10_000, 2048)[-1].tolist()
+    assert actual["corners"]["layers/up"] == corner(up, 5504, 2048)[:, -1].tolist()
+    assert actual["corners"]["layers/wo"] == corner(wo, 2048, 2048)[:, -1].tolist()
+    assert actual["corners"]["embed"] == corner("embed_tokens", 10_000, 2048)[-1].tolist()
 
 
 @pytest.mark.integration
 def test_a_model_that_is_quantised_while_it_is_read_never_exists_whole(gigabyte):
-    found = measure(gigabyte, {}, "as accelerators", "nf4")
-    print({name: found[name] / 1e6 for name in ("held", "above")})
-    assert found["held"] < 0.25e9  # of a gigabyte
-    assert found["held"] + found["above"] < 0.8e9
+    actual = measure(gigabyte, {}, "as accelerators", "nf4")
+    print({name: actual[name] / 1e6 for name in ("held", "above")})
+    assert actual["held"] < 0.25e9  # of a gigabyte
+    assert actual["held"] + actual["above"] < 0.8e9
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +142,8 @@ def quantised(tmp_path_factory):
 )
 @pytest.mark.integration
 def test_dequantising_needs_little_more_than_the_devices_hold(quantised, mesh, how):
-    found = measure(quantised, mesh, how)
-    assert found["held"] > 0.84e9  # in bfloat16
-    assert found["above"] < 1.5 * 20_000 * 2048 * 2
+    actual = measure(quantised, mesh, how)
+    assert actual["held"] > 0.84e9  # in bfloat16
+    assert actual["above"] < 1.5 * 20_000 * 2048 * 2
     scale = ramp("model.layers.7.mlp.up_proj.weight", (43, 16))[-1, -1]
-    assert found["corners"]["layers/up"] == [float(np.asarray(scale, jnp.bfloat16))] * 3
+    assert actual["corners"]["layers/up"] == [float(np.asarray(scale, jnp.bfloat16))] * 3

@@ -317,8 +317,8 @@ BASE = {"rope_type": "default", "rope_theta": 500.0}
 )
 def test_rotary_embeddings_are_scaled_whichever_setting_says_so(scaling, parameters, found):
     """`transformers` prefers the older name if a file has both."""
-    given = {"rope_scaling": scaling, "rope_parameters": parameters}
-    config = read_config(LlamaConfig, SETTINGS | given)
+    options = {"rope_scaling": scaling, "rope_parameters": parameters}
+    config = read_config(LlamaConfig, SETTINGS | options)
     assert config.rope_base == 500.0
     assert (config.rope_scaling.kind, config.rope_scaling.factor) == found
 

@@ -96,9 +96,9 @@ def test_long_contexts_are_read_and_written(name, kind):
         settings |= {"num_local_experts": settings.pop("num_experts")} if kind == "mixtral" else {}
         settings.pop("moe_intermediate_size") if kind == "mixtral" else None
     family, config = find_family(settings, "file")
-    found = config.rope_scaling
-    assert type(found) is type(expected)
-    assert vars(found) == vars(expected)
+    actual = config.rope_scaling
+    assert type(actual) is type(expected)
+    assert vars(actual) == vars(expected)
     assert read_config(family.config, write_config(config)) == config
 
 

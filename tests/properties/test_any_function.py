@@ -29,9 +29,9 @@ def check(fn, model, batch, key=None):
     for shape in MESHES:
         plan = rc.plan_shardings(model, real_mesh(*shape), fn=fn, args=(batch, key))
         assert str(plan)
-        found = eqx.filter_eval_shape(plan.constrain(fn), model, batch, key)
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        assert jax.tree.leaves(found) == jax.tree.leaves(expected)
+        actual = eqx.filter_eval_shape(plan.constrain(fn), model, batch, key)
+        assert jax.tree.structure(actual) == jax.tree.structure(expected)
+        assert jax.tree.leaves(actual) == jax.tree.leaves(expected)
 
 
 def size(x):

@@ -38,8 +38,8 @@ NEEDS = {"howto/export.md": "flatbuffers"}
 
 def blocks(text, language="python"):
     """The fenced blocks of a language, those that are indented in a note as well."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(body) for _, body in found]
+    actual = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(body) for _, body in actual]
 
 
 def run(sources, namespace):
@@ -178,8 +178,8 @@ np.savez("read.npz", **dict(zip(names, [x for _, x in flat])))
 
 def public():
     """The public objects, by name."""
-    found = {name: getattr(rc, name) for name in dir(rc) if not name.startswith("_")}
-    return {name: x for name, x in found.items() if not inspect.ismodule(x)} | {"Llama": Llama}
+    actual = {name: getattr(rc, name) for name in dir(rc) if not name.startswith("_")}
+    return {name: x for name, x in actual.items() if not inspect.ismodule(x)} | {"Llama": Llama}
 
 
 def examples_of(name):

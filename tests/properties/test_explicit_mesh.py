@@ -39,8 +39,8 @@ def predict_fn(model, batch, key):
 
 
 def fit(mesh, model=init_fn, **options):
-    given = {"loss_fn": loss_fn, "steps": 3, "log": False, **DATA, **options}
-    return rc.fit(model, OPTIMIZER, EXAMPLES, mesh=mesh, **given)
+    settings = {"loss_fn": loss_fn, "steps": 3, "log": False, **DATA, **options}
+    return rc.fit(model, OPTIMIZER, EXAMPLES, mesh=mesh, **settings)
 
 
 def own_loop(mesh):
@@ -115,8 +115,8 @@ def test_results_are_the_same(how):
 
     def results(mesh, model):
         loss = rc.evaluate(model, EXAMPLES, loss_fn=loss_fn, mesh=mesh, **DATA)
-        given = {"predict_fn": predict_fn, "mesh": mesh}
-        rows = rc.predict_examples(model, EXAMPLES, **given, **DATA)
+        settings = {"predict_fn": predict_fn, "mesh": mesh}
+        rows = rc.predict_examples(model, EXAMPLES, **settings, **DATA)
         plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(batch_of(16), jax.random.key(0)))
         evaluation = rc.Evaluation(EXAMPLES, loss_fn=loss_fn, **DATA)
         metrics = rc.compile_evaluation(evaluation, plan)(model)
@@ -125,8 +125,8 @@ def test_results_are_the_same(how):
         return [np.asarray(loss["loss"]), np.stack(rows), np.asarray(metrics["loss"])]
 
     with given_or_ambient(how, explicit) as mesh:
-        found = results(mesh, model)
-    same(found, results(auto, fit(auto).model), atol=1e-6)
+        actual = results(mesh, model)
+    same(actual, results(auto, fit(auto).model), atol=1e-6)
 
 
 def test_an_array_of_the_loss_on_a_mesh_with_explicit_axes_is_refused():
@@ -177,14 +177,14 @@ def test_an_array_on_a_mesh_with_explicit_axes_may_be_the_examples():
     on_mesh = jax.device_put(rows, NamedSharding(mesh, P("data")))
     loss = lambda model, batch, key: jnp.mean(batch * model)
     for examples in (on_mesh, jnp.asarray(rows)):
-        found = rc.evaluate(jnp.float32(2), examples, loss_fn=loss, batch_size=8)
-        assert found["loss"] == pytest.approx(2 * rows.mean())
+        actual = rc.evaluate(jnp.float32(2), examples, loss_fn=loss, batch_size=8)
+        assert actual["loss"] == pytest.approx(2 * rows.mean())
 
 
 def test_the_batches_of_a_loop_are_on_the_mesh_that_was_given():
     explicit = mesh_of(AxisType.Explicit, (8, 1, 1))
-    given = {"key": jax.random.key(0), "steps": 1, "mesh": explicit}
-    (batch,) = rc.batches(EXAMPLES, collate_fn, batch_size=16, **given)
+    settings = {"key": jax.random.key(0), "steps": 1, "mesh": explicit}
+    (batch,) = rc.batches(EXAMPLES, collate_fn, batch_size=16, **settings)
     where = NamedSharding(explicit, P(("data", "fsdp")))
     assert all(x.sharding == where for x in batch.arrays.values())
 
@@ -207,8 +207,8 @@ def test_a_plan_constrains_a_jitted_function_of_the_user(how):
         return predictions, gradients
 
     with given_or_ambient(how, explicit):
-        found = outputs(plan.constrain(predict_fn), plan.constrain(loss_fn), placed, rows)
-    assert found[0].sharding == NamedSharding(explicit, P(("data", "fsdp"), None))
-    weight, gradient = placed.layers[0].weight, found[1].layers[0].weight
+        actual = outputs(plan.constrain(predict_fn), plan.constrain(loss_fn), placed, rows)
+    assert actual[0].sharding == NamedSharding(explicit, P(("data", "fsdp"), None))
+    weight, gradient = placed.layers[0].weight, actual[1].layers[0].weight
     assert gradient.sharding.is_equivalent_to(weight.sharding, 2)
-    same(found, outputs(predict_fn, loss_fn, model, batch), atol=1e-6)
+    same(actual, outputs(predict_fn, loss_fn, model, batch), atol=1e-6)

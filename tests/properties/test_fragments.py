@@ -27,8 +27,8 @@ RUNS = [fragment for fragment in FRAGMENTS if not fragment.elsewhere]
 
 def blocks(text: str) -> list[tuple[str, str]]:
     """The language and the code of each fenced block."""
-    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
-    return [(language, textwrap.dedent(body)) for _, language, body in found]
+    actual = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [(language, textwrap.dedent(body)) for _, language, body in actual]
 
 
 def code_of(fragment: Fragment) -> str:

@@ -57,7 +57,7 @@ PRIVATE = re.compile(r"\b(from|import) redcoast(\.\w+)* import (\w+, )*_|\bredco
 
 
 def shared(named: dict[str, list[Path]]) -> dict[str, list[str]]:
-    return {name: list(map(str, found)) for name, found in named.items() if len(found) > 1}
+    return {name: list(map(str, actual)) for name, actual in named.items() if len(actual) > 1}
 
 
 def is_overload(node: ast.stmt) -> bool:
@@ -84,8 +84,8 @@ def test_no_two_functions_or_classes_have_the_same_public_looking_name():
                 named[node.name].append(path)
     of_commands = {x for x in OF_EACH_COMMAND if all("_cli" in str(p) for p in named[x])}
     of_tables = {x for x in OF_EACH_TABLE if all(p.parent == TABLES for p in named[x])}
-    found = {k: v for k, v in named.items() if k not in of_commands | of_tables}
-    assert shared(found) == {}
+    actual = {k: v for k, v in named.items() if k not in of_commands | of_tables}
+    assert shared(actual) == {}
 
 
 def test_every_model_defines_its_constructor():

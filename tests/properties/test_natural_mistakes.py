@@ -71,7 +71,7 @@ def test_there_are_the_newcomers_mistakes_and_twenty_more():
 
 def test_exceptions_are_public():
     modules = {id(x): x for name, x in sys.modules.items() if name.startswith("redcoast.")}
-    found = {
+    actual = {
         x
         for module in modules.values()
         for x in vars(module).values()
@@ -80,8 +80,8 @@ def test_exceptions_are_public():
     # These never leave the package, or are the category of a warning.
     private = {"CannotRebind", "Misfit", "MixesRows", "NotLocal", "NoPipeline"}
     private |= {"Postponed", "Refused", "RuleError", "Unconstrained", "WrongEntries"}
-    named = {x.__name__ for x in found}
+    named = {x.__name__ for x in actual}
     assert named >= {"CheckpointDamaged", "CheckpointMismatch", "CheckpointNotSaved", "ProcessLost"}
-    for kind in found:
+    for kind in actual:
         assert kind.__name__ in private or getattr(rc, kind.__name__) is kind
         assert kind.__name__ in private or kind.__module__ == "redcoast"

@@ -64,11 +64,11 @@ def test_a_run_verifies_with_its_key_which_is_on_the_mesh():
 @pytest.mark.thorough
 def test_verify_takes_model_batch_and_key_from_anywhere(where):
     plan = rc.plan_shardings(MODEL, MESH, fn=noisy, args=(BATCH, KEY))
-    given = moved(MODEL, where), moved(jnp.asarray(BATCH), where), moved(KEY, where)
+    inputs = moved(MODEL, where), moved(jnp.asarray(BATCH), where), moved(KEY, where)
     expected = plan.verify(noisy, MODEL, BATCH, KEY, tolerance=1e-5)
-    assert plan.verify(noisy, given[0], BATCH, KEY) == expected
-    assert plan.verify(noisy, MODEL, given[1], KEY) == expected
-    assert plan.verify(noisy, MODEL, BATCH, given[2]) == expected
+    assert plan.verify(noisy, inputs[0], BATCH, KEY) == expected
+    assert plan.verify(noisy, MODEL, inputs[1], KEY) == expected
+    assert plan.verify(noisy, MODEL, BATCH, inputs[2]) == expected
 
 
 @pytest.mark.few("the mesh")

@@ -53,13 +53,13 @@ def test_all_right_and_all_wrong_are_certain_to_no_one():
 @pytest.mark.parametrize("level", [0.8, 0.95, 0.99])
 @pytest.mark.parametrize(("wins", "losses"), [(61, 39), (0, 1), (1, 0), (3, 97), (500, 500)])
 def test_an_interval_is_that_of_wilson(wins, losses, level):
-    found = rc.win_rate(wins, losses, level=level)
+    actual = rc.win_rate(wins, losses, level=level)
     test = stats.binomtest(wins, wins + losses)
     expected = test.proportion_ci(confidence_level=level, method="wilson")
-    assert found.mean == test.statistic
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert actual.mean == test.statistic
+    assert (actual.low, actual.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
     of_answers = rc.pass_at_k([[1]] * wins + [[0]] * losses, 1, level=level)
-    assert of_answers == pytest.approx(found, abs=1e-12)
+    assert of_answers == pytest.approx(actual, abs=1e-12)
 
 
 @pytest.mark.parametrize("ties", [0.0, 0.4])

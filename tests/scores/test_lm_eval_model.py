@@ -32,8 +32,8 @@ def test_texts_of_all_lengths_have_their_own_scores():
     pairs = [(tokens(n), tokens(m)) for n, m in [(5, 2), (5, 2), (45, 3)]]
     mesh = rc.make_mesh(data=2, model=2, devices=jax.devices()[:4])
     shardings = rc.infer_shardings(MODEL, mesh)
-    found = score_pairs(jax.device_put(MODEL, shardings), pairs, 40, 2)
-    for (score, greedy), pair in zip(found, pairs, strict=True):
+    actual = score_pairs(jax.device_put(MODEL, shardings), pairs, 40, 2)
+    for (score, greedy), pair in zip(actual, pairs, strict=True):
         expected, likeliest = own_score(*pair)
         assert score == pytest.approx(expected, rel=1e-4)
         assert greedy == likeliest

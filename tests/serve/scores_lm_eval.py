@@ -100,11 +100,11 @@ def address(weights):
 
 
 def score(model, arguments, task, tasks, **options):
-    found = lm_eval.simple_evaluate(
+    actual = lm_eval.simple_evaluate(
         model, model_args=arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0, **options
     )
-    figures = {k: v for k, v in found["results"][task].items() if isinstance(v, float)}
-    samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
+    figures = {k: v for k, v in actual["results"][task].items() if isinstance(v, float)}
+    samples = sorted(actual["samples"][task], key=lambda sample: sample["doc_id"])
     return figures, [sample["resps"] for sample in samples]
 
 
@@ -134,12 +134,12 @@ MESHES = {"one": None, "data": {"data": 4}, "data and model": {"data": 4, "model
 @pytest.mark.parametrize("mesh", MESHES)
 def test_choices_in_memory(weights, tasks, mesh):
     theirs, logprobs = of_transformers(weights, "legs_choice", tasks)
-    ours, found = in_memory(weights, "legs_choice", tasks, mesh=made(mesh))
+    ours, actual = in_memory(weights, "legs_choice", tasks, mesh=made(mesh))
     assert ours == theirs
     values = lambda samples: [[float(choice[0][0]) for choice in sample] for sample in samples]
-    np.testing.assert_allclose(values(found), values(logprobs), atol=1e-4)
+    np.testing.assert_allclose(values(actual), values(logprobs), atol=1e-4)
     greedy = lambda samples: [[choice[0][1] for choice in sample] for sample in samples]
-    assert greedy(found) == greedy(logprobs)
+    assert greedy(actual) == greedy(logprobs)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -147,8 +147,8 @@ def test_choices_in_memory(weights, tasks, mesh):
 def test_answers_in_memory(weights, tasks, mesh, chat):
     options = {"apply_chat_template": chat}
     theirs, expected = of_transformers(weights, "legs_answer", tasks, **options)
-    ours, found = in_memory(weights, "legs_answer", tasks, mesh=made(mesh), **options)
-    assert found == expected
+    ours, actual = in_memory(weights, "legs_answer", tasks, mesh=made(mesh), **options)
+    assert actual == expected
     assert ours == theirs
 
 
@@ -169,10 +169,10 @@ def test_the_script_has_the_scores_of_transformers(weights, tasks, tmp_path):
     options = ["--weights", weights, "--folder", weights.parent / "tasks", "--out", out]
     command = [EXPERIMENTS / "score.py", *options, "--local-devices", "8", "--mesh", "2x4"]
     subprocess.run([sys.executable, *map(str, command), "--tasks", *names], check=True)
-    found = json.loads(out.read_text())
+    actual = json.loads(out.read_text())
     for name in names:
         theirs, _ = of_transformers(weights, name, tasks)
-        assert {metric: found[name][metric] for metric in theirs} == theirs
+        assert {metric: actual[name][metric] for metric in theirs} == theirs
 
 
 def made(mesh):
@@ -183,13 +183,13 @@ def made(mesh):
 
 def test_choices_by_log_probabilities(weights, address, tasks):
     theirs, logprobs = of_transformers(weights, "legs_choice", tasks)
-    ours, found = of_server(
+    ours, actual = of_server(
         "local-completions", "completions", address, weights, "legs_choice", tasks
     )
     assert ours == theirs
     assert {"acc,none", "acc_norm,none"} <= ours.keys()
     values = lambda samples: [[float(choice[0][0]) for choice in sample] for sample in samples]
-    np.testing.assert_allclose(values(found), values(logprobs), atol=2e-3)
+    np.testing.assert_allclose(values(actual), values(logprobs), atol=2e-3)
     print(ours)
 
 
@@ -203,7 +203,7 @@ def test_choices_by_log_probabilities(weights, address, tasks):
 def test_answers(weights, address, tasks, kind, route, chat):
     options = {"apply_chat_template": chat}
     theirs, expected = of_transformers(weights, "legs_answer", tasks, **options)
-    ours, found = of_server(kind, route, address, weights, "legs_answer", tasks, **options)
-    assert found == expected
+    ours, actual = of_server(kind, route, address, weights, "legs_answer", tasks, **options)
+    assert actual == expected
     assert ours == theirs
     print(ours)

@@ -67,10 +67,10 @@ TOGETHER = few_of([SETTINGS[:4], SETTINGS[4:], SETTINGS[3:5]], SETTINGS[3:5])
 @pytest.mark.thorough
 def test_rows_of_a_batch_have_the_tokens_of_generate_with_their_own_options(loaded, settings):
     """Greedy rows and samples with every option, together in batches of four."""
-    found = answer(loaded, *[job(decoding, new=6) for decoding in settings])
+    actual = answer(loaded, *[job(decoding, new=6) for decoding in settings])
     model = loaded[0].model
     tokens, mask = pad_prompts([PROMPT], dataclasses.replace(loaded[0], multiple=1))
-    for decoding, answers in zip(settings, found, strict=True):
+    for decoding, answers in zip(settings, actual, strict=True):
         key = jax.random.key(5) if decoding.temperature else None
         options = {"decoding": decoding, "key": key, "max_new_tokens": 6}
         new = rc.generate(model, tokens, mask=mask, **options)[0].tolist()

@@ -36,9 +36,9 @@ def test_a_model_of_random_weights_answers_in_the_form_of_a_schema(tmp_path):
     )
     assert beside.json()["choices"] == alone
     choice = whole.json()["choices"][0]
-    found = json.loads(choice["message"]["content"])
-    assert found["kind"] in ("ant", "bee")
-    assert found["legs"] <= 99
+    actual = json.loads(choice["message"]["content"])
+    assert actual["kind"] in ("ant", "bee")
+    assert actual["legs"] <= 99
     assert choice["finish_reason"] == "stop"
     text = "".join(x["choices"][0]["delta"].get("content", "") for x in streamed(parts))
     assert set(json.loads(text)) == {"legs", "kind"}

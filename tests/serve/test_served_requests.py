@@ -219,8 +219,8 @@ def test_names_that_lead_to_this_machine_from_elsewhere_are_refused(host):
     good = ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "localhost.:80")
     bad = ("evil.com", "evil.com:8000", "127.evil.com", "localhost.evil.com", "10.0.0.1", "")
     requests = [("/v1/models", {"Host": name}) for name in (*good, *bad)]
-    found = statuses(application(host=host), *requests)
-    assert [x.status_code for x in found] == [200] * len(good) + [403] * len(bad)
+    actual = statuses(application(host=host), *requests)
+    assert [x.status_code for x in actual] == [200] * len(good) + [403] * len(bad)
     (open_to_all,) = statuses(application(host="0.0.0.0"), requests[len(good)])
     assert open_to_all.status_code == 200
 

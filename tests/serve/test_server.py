@@ -161,8 +161,8 @@ def test_bad_requests_get_the_errors_of_the_api(loaded):
             lost, wrong = client.post("nothing"), client.get("completions")
             return await asyncio.gather(*posts, broken, half, lost, wrong)
 
-    *found, broken, half, lost, wrong = asyncio.run(run())
-    for (_, body, status, param, words), response in zip(BAD, found, strict=True):
+    *actual, broken, half, lost, wrong = asyncio.run(run())
+    for (_, body, status, param, words), response in zip(BAD, actual, strict=True):
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (status, param), (body, error)
         assert words in error["message"]
@@ -186,16 +186,16 @@ def test_a_continuation_keeps_the_space_that_it_begins_with(before, tokens, text
     words = list(dict.fromkeys([*before, *tokens]))
     spelled = lambda ids: "".join(words[i] for i in ids)
     decode = lambda ids: spelled(ids).replace("▁", " ").removeprefix(" ")
-    found = Text(decode, (), [*map(words.index, before)])
-    parts = [found.add(words.index(token)) for token in tokens]
-    assert "".join([*parts, found.rest()]) == text
+    actual = Text(decode, (), [*map(words.index, before)])
+    parts = [actual.add(words.index(token)) for token in tokens]
+    assert "".join([*parts, actual.rest()]) == text
 
 
 def test_a_continuation_completes_the_character_of_its_prompt():
     decode = lambda tokens: bytes(tokens).decode(errors="replace")
     prompt, rest = "naï".encode()[:-1], "ïve".encode()[1:]
-    found = Text(decode, (), list(prompt))
-    assert "".join([*map(found.add, rest), found.rest()]) == "ïve"
+    actual = Text(decode, (), list(prompt))
+    assert "".join([*map(actual.add, rest), actual.rest()]) == "ïve"
 
 
 def test_truncation_and_padding_of_a_file_are_left_out(tmp_path):
@@ -223,16 +223,16 @@ def test_truncation_and_padding_of_a_file_are_left_out(tmp_path):
 def test_text_is_given_out_once_and_up_to_a_stop_string(text, stops, shown):
     """Of tokens that are bytes: characters and stop strings take several."""
     decode = lambda tokens: bytes(tokens).decode(errors="replace")
-    found = Text(decode, stops)
+    actual = Text(decode, stops)
     parts = []
     for token in text.encode():
-        parts.append(found.add(token))
-        if found.stopped:
+        parts.append(actual.add(token))
+        if actual.stopped:
             break
     else:
-        parts.append(found.rest())
+        parts.append(actual.rest())
     assert "".join(parts) == shown
-    assert found.stopped == (shown != text)
+    assert actual.stopped == (shown != text)
     # What was shown is never taken back.
     assert all(shown.startswith(part) for part in accumulate(parts))
 

@@ -82,6 +82,6 @@ def test_shardings_that_the_program_asks_for_are_priced_as_compiled(name, sizes)
         in_shardings=(plan.shardings, rc.batch_shardings(batch, mesh), None),
         out_shardings=(None, plan.shardings),
     )
-    found = collectives(step.lower(model, batch, None).compile().as_text(), mesh)
-    planned = sum(one.bytes for one in plan.report.program.traffic)
-    assert planned == pytest.approx(sent_bytes(found), rel=0.05)
+    actual = collectives(step.lower(model, batch, None).compile().as_text(), mesh)
+    planned = sum(line.bytes for line in plan.report.program.traffic)
+    assert planned == pytest.approx(sent_bytes(actual), rel=0.05)

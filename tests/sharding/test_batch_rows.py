@@ -99,16 +99,16 @@ def test_rows_that_are_made_are_split_with_the_batch(name):
     """Otherwise each of eight devices computes all of them."""
     fn = lambda p, x, key: size(MADE[name](p, x, key)) + size(network(p, x))
     plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(BATCH, KEY))
-    found = plan.report.program.arithmetic
-    assert found.flops == 8 * found.per_device
+    actual = plan.report.program.arithmetic
+    assert actual.flops == 8 * actual.per_device
     assert plan.report.program.repeated == ()
 
 
 def test_rows_of_another_argument_are_split_with_the_batch():
     fn = lambda p, x, noise: size(network(p, x)) + size(network(p, noise))
     plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(BATCH, BATCH))
-    found = plan.report.program.arithmetic
-    assert found.flops == 8 * found.per_device
+    actual = plan.report.program.arithmetic
+    assert actual.flops == 8 * actual.per_device
 
 
 CONSTANT = np.ones((ROWS, WIDTH), np.float32)
@@ -162,8 +162,8 @@ def gan(p, real, key):
 def test_noise_through_two_networks_is_divided():
     """The program that a compiler makes of a GAN computes what the plan says."""
     plan = rc.plan_shardings(WEIGHTS, real_mesh(8, 1, 1), fn=gan, args=(BATCH, KEY))
-    found = compiled_flops(plan.constrain(gan), plan, jax.random.key(1))
-    assert found < 1.2 * plan.report.program.arithmetic.flops / 8
+    actual = compiled_flops(plan.constrain(gan), plan, jax.random.key(1))
+    assert actual < 1.2 * plan.report.program.arithmetic.flops / 8
 
 
 @pytest.mark.thorough
@@ -202,10 +202,10 @@ def test_a_constraint_of_the_program_is_kept():
     mesh = real_mesh(8, 1, 1)
     fn = ft.partial(more_rows, mesh=mesh)
     plan = rc.plan_shardings(WEIGHTS, mesh, fn=fn, args=(BATCH, KEY))
-    found = plan.report.program.arithmetic
-    assert found.flops == 8 * found.per_device
+    actual = plan.report.program.arithmetic
+    assert actual.flops == 8 * actual.per_device
     key = jax.random.key(1)
-    assert compiled_flops(plan.constrain(fn), plan, key) < 1.2 * found.per_device
+    assert compiled_flops(plan.constrain(fn), plan, key) < 1.2 * actual.per_device
 
 
 @pytest.mark.thorough
@@ -222,11 +222,11 @@ def test_a_constraint_of_the_program_over_model_is_kept():
     hardware, many = rc.Hardware(flops=1e30, memory_bandwidth=1e30), array(64 * ROWS, WIDTH)
     plan = rc.plan_shardings(WEIGHTS, mesh, fn=fn, args=(many, KEY), hardware=hardware)
     assert not any(place.spec for place in jax.tree.leaves(plan.shardings))
-    found = plan.report.program.arithmetic
-    assert found.flops == 8 * found.per_device
+    actual = plan.report.program.arithmetic
+    assert actual.flops == 8 * actual.per_device
     key = jax.random.key(1)
     constrained = plan.constrain(fn)
-    assert compiled_flops(constrained, plan, key) < 1.3 * found.per_device / 64
+    assert compiled_flops(constrained, plan, key) < 1.3 * actual.per_device / 64
     weights, rows = jax.device_put(values(WEIGHTS), plan.shardings), values(BATCH)
     expected = size(network(values(WEIGHTS), rows))
     np.testing.assert_allclose(jax.jit(constrained)(weights, rows, key), expected, rtol=1e-5)
@@ -314,8 +314,8 @@ def test_running_averages_in_the_batch_are_no_rows():
     assert plan.report.program.not_rows == {"state/mean": HIDDEN, "state/scale": HIDDEN}
     said = "It has 16 rows. Arrays in it that are not split with them: state/{mean,scale} (48)."
     assert said in words(plan)
-    found = plan.report.program.arithmetic
-    assert found.flops == 8 * found.per_device
+    actual = plan.report.program.arithmetic
+    assert actual.flops == 8 * actual.per_device
     other = ft.partial(lambda p, x, key, state: with_averages(p, {**x, "state": state}, key))
     rows = {"x": batch["x"], "y": batch["y"]}
     expected = rc.plan_shardings(
@@ -323,8 +323,8 @@ def test_running_averages_in_the_batch_are_no_rows():
     )
     assert plan.compute == expected.compute
     assert plan.report.program.traffic == expected.report.program.traffic
-    given = {**values(batch), "state": {"mean": np.zeros(48, "f"), "scale": np.ones(48, "f")}}
-    assert max(plan.verify(with_averages, values(WEIGHTS), given).values()) < 1e-5
+    options = {**values(batch), "state": {"mean": np.zeros(48, "f"), "scale": np.ones(48, "f")}}
+    assert max(plan.verify(with_averages, values(WEIGHTS), options).values()) < 1e-5
 
 
 def messages(p, batch, key):

@@ -45,9 +45,9 @@ def planned(fn, mesh=MESH, batch=FEW):
 @pytest.mark.parametrize("fn", [closing, closing_inside])
 def test_they_are_listed_once_and_counted_in_memory(fn):
     plan = planned(fn)
-    (found,) = plan.report.program.closed_over
-    assert (found.shape, found.dtype) == ((WIDTH, WIDTH), "float32")
-    assert found.bytes == 4 * WIDTH**2
+    (actual,) = plan.report.program.closed_over
+    assert (actual.shape, actual.dtype) == ((WIDTH, WIDTH), "float32")
+    assert actual.bytes == 4 * WIDTH**2
     assert plan.report.program.memory.closed_over == BYTES
     assert plan.report.program.memory.total > BYTES
     text = " ".join(plan.table().split())
@@ -83,8 +83,8 @@ def test_they_are_computed_split(fn):
     assert counted.per_device < 0.3 * counted.flops
     grads = lambda fn: jax.jit(lambda a, b: eqx.filter_grad(fn)(eqx.combine(a, STUDENT), b, None))
     arrays = eqx.filter(STUDENT, eqx.is_array)
-    given = jax.device_put(arrays, plan.shardings), FEW
-    compiled = lambda fn: grads(fn).lower(*given).compile()
+    inputs = jax.device_put(arrays, plan.shardings), FEW
+    compiled = lambda fn: grads(fn).lower(*inputs).compile()
     flops = lambda fn: (compiled(fn).cost_analysis() or {})["flops"]
     assert flops(plan.constrain(fn)) < 0.5 * flops(fn)
     plan.verify(fn, STUDENT, FEW, tolerance=1e-5)
@@ -97,8 +97,8 @@ def test_the_plan_of_another_function_is_no_hindrance():
     predict = lambda model, batch, key: jax.vmap(model)(batch)
     other = lambda model, batch, key: taught(predict(model, batch, key))
     for fn in (predict, other):
-        found = eqx.filter_jit(plan.constrain(fn))(STUDENT, FEW, None)
-        np.testing.assert_allclose(found, fn(STUDENT, FEW, None), rtol=1e-5, atol=1e-6)
+        actual = eqx.filter_jit(plan.constrain(fn))(STUDENT, FEW, None)
+        np.testing.assert_allclose(actual, fn(STUDENT, FEW, None), rtol=1e-5, atol=1e-6)
 
 
 def test_in_a_saved_plan(tmp_path):
@@ -133,8 +133,8 @@ def test_a_teacher_in_the_model_trains_the_same_student():
     expected = trained(closing, STUDENT)
     both = {"student": STUDENT, "teacher": TEACHER}
     loss_fn = lambda model, batch, key: distance(model["student"], model["teacher"], batch)
-    found = trained(loss_fn, both, trainable={"student": True, "teacher": False})
-    pairs = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (expected, found["student"]))
+    actual = trained(loss_fn, both, trainable={"student": True, "teacher": False})
+    pairs = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (expected, actual["student"]))
     for one, other in zip(*pairs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert not found["teacher"].layers[1].weight.sharding.is_fully_replicated
+    assert not actual["teacher"].layers[1].weight.sharding.is_fully_replicated

@@ -194,7 +194,7 @@ def test_rules_that_are_traced_later_may_name_axes_of_the_mesh(scanned):
 
     mesh = rc.make_mesh(fsdp=2, model=2)
     plan = rc.plan_shardings(WEIGHT, mesh, fn=loss_fn, args=(BATCH, None))
-    found = jax.grad(jax.jit(plan.constrain(loss_fn)))(WEIGHT, BATCH, None)
+    actual = jax.grad(jax.jit(plan.constrain(loss_fn)))(WEIGHT, BATCH, None)
     with jax.set_mesh(mesh):
         expected = jax.grad(loss_fn)(WEIGHT, BATCH, None)
-    np.testing.assert_allclose(found["weight"], expected["weight"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual["weight"], expected["weight"], rtol=1e-5, atol=1e-7)

@@ -176,9 +176,9 @@ def test_the_same_every_time_and_whatever_the_order_of_leaves():
                 rebuilt.setdefault(names[i][0], {})[names[i][1]] = leaf
             return fn(rebuilt, batch, key)
 
-        found = specs(plan(shuffled, leaves))
+        actual = specs(plan(shuffled, leaves))
         for place, i in enumerate(order):
-            assert found[str(place + 1)] == expected["/".join(names[i])]
+            assert actual[str(place + 1)] == expected["/".join(names[i])]
 
 
 @pytest.mark.thorough
@@ -191,7 +191,7 @@ def test_layers_of_the_same_shape_decide_alike():
         if "/" in path:
             layer, name = path.split("/")
             by_role.setdefault((layer.split()[1], name), set()).add(spec)
-    assert all(len(found) == 1 for found in by_role.values())
+    assert all(len(actual) == 1 for actual in by_role.values())
     assert by_role["gated", "up"] == {str(P(None, "model"))}
 
 

@@ -115,7 +115,7 @@ def test_fit_trains_them_as_one_device_does():
     examples = [np.asarray(row) for row in data] * 4
 
     def losses(mesh):
-        found = []
+        actual = []
         params, _ = make(6)
         rc.fit(
             params,
@@ -126,9 +126,9 @@ def test_fit_trains_them_as_one_device_does():
             batch_size=8,
             steps=4,
             mesh=mesh,
-            log=quiet(lambda metrics, step: found.append(metrics["loss"])),
+            log=quiet(lambda metrics, step: actual.append(metrics["loss"])),
         )
-        return found
+        return actual
 
     one = losses(rc.make_mesh(devices=jax.devices()[:1]))
     np.testing.assert_allclose(losses(rc.make_mesh(data=2, model=4)), one, rtol=1e-5)
@@ -154,5 +154,5 @@ def test_without_constraints_only_where_gradients_are_right(sizes, wrong, monkey
         # Where the batch alone is split, nothing is lost, and nothing is said.
         warned = pytest.warns(UserWarning, match="cannot be re-evaluated")
         with warned if sizes else contextlib.nullcontext():
-            found = compute()
-        np.testing.assert_allclose(found, loss_fn(params, batch, None), rtol=1e-6)
+            actual = compute()
+        np.testing.assert_allclose(actual, loss_fn(params, batch, None), rtol=1e-6)

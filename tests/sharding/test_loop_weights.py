@@ -77,8 +77,8 @@ def step_collectives(loss_fn, plan, params, batch):
     """The collectives of a gradient."""
     place = jax.NamedSharding(plan.mesh, jax.P(("data", "fsdp")))
     step = jax.jit(jax.grad(loss_fn), out_shardings=plan.shardings)
-    given = jax.device_put(params, plan.shardings), jax.device_put(batch, place), None
-    return collectives(step.lower(*given).compile().as_text(), plan.mesh)
+    inputs = jax.device_put(params, plan.shardings), jax.device_put(batch, place), None
+    return collectives(step.lower(*inputs).compile().as_text(), plan.mesh)
 
 
 @pytest.mark.few("used twice")
@@ -168,14 +168,14 @@ def test_scans_of_independent_rows_sum_gradients_after_the_loop(name, sizes):
     loss_fn, mesh = recurrent(LOCAL[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
     plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
-    found = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
-    over_rows = [one for one in found if {"data", "fsdp"}.intersection(one.axes)]
+    actual = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
+    over_rows = [one for one in actual if {"data", "fsdp"}.intersection(one.axes)]
     assert over_rows
     assert all(one.count == 1 and one.exact for one in over_rows)
     # A weight and its transpose count twice in the plan.
     if not sizes and name != "gradient":
         priced = sum(entry.bytes for entry in plan.report.program.traffic)
-        np.testing.assert_allclose(priced, sent_bytes(found), rtol=0.1)
+        np.testing.assert_allclose(priced, sent_bytes(actual), rtol=0.1)
 
 
 @pytest.mark.thorough
@@ -194,8 +194,8 @@ def test_the_gradient_of_each_example_begins_with_a_scaled_weight():
 
     plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
     plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
-    found = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
-    assert all(one.count == 1 and one.exact for one in found)
+    actual = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
+    assert all(one.count == 1 and one.exact for one in actual)
 
 
 def test_the_plan_says_where_checks_of_all_rows_wait():
@@ -221,8 +221,8 @@ def test_a_loss_that_a_scan_adds_up_is_summed_over_devices_once():
 
     plan = rc.plan_shardings(PARAMS, rc.make_mesh(), fn=loss_fn, args=(BATCH, None))
     plan.verify(loss_fn, PARAMS, BATCH, tolerance=1e-5)
-    found = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
-    assert all(one.count == 1 for one in found)
+    actual = step_collectives(plan.constrain(loss_fn), plan, PARAMS, BATCH)
+    assert all(one.count == 1 for one in actual)
 
 
 @pytest.mark.thorough
@@ -282,8 +282,8 @@ def test_which_gradient_sums_can_be_hoisted():
     shapes = [(4, 4), (4, 4), (4, 4), (8, 4, 4), (8, 4)]
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jaxpr = jax.make_jaxpr(body)(*given).jaxpr
-    found = [can_hoist_gradient_sum(jaxpr, var) for var in jaxpr.invars[:4]]
-    assert found == [True, False, False, False]
+    actual = [can_hoist_gradient_sum(jaxpr, var) for var in jaxpr.invars[:4]]
+    assert actual == [True, False, False, False]
 
 
 @pytest.mark.thorough

@@ -58,9 +58,9 @@ def test_layers_of_a_decoder_are_matrices_and_its_ends_and_norms_are_not():
 def test_experts_are_matrices_of_their_own():
     config = models.MixtralConfig(**SIZES, experts=4, chosen=2)
     model = eqx.filter_eval_shape(models.Mixtral, config, key=jax.random.key(0))
-    found = matrices(model, language_loss, TOKENS, None)
+    actual = matrices(model, language_loss, TOKENS, None)
     experts = {f"layers/{name}": ((2,), (3,)) for name in ("gate", "up", "down")}
-    assert found == ATTENTION | experts | {"layers/router": ((1,), (2,))}
+    assert actual == ATTENTION | experts | {"layers/router": ((1,), (2,))}
 
 
 def test_outputs_come_first_in_equinox_and_the_last_layer_is_none():
@@ -91,8 +91,8 @@ def test_an_ensemble_has_a_matrix_for_each_member():
         lambda member, x: jax.vmap(member)(x), in_axes=(eqx.if_array(0), None)
     )
     loss = lambda model, x, key: jnp.mean(evaluate(model, x) ** 2)
-    found = matrices(model, loss, jnp.zeros((4, 8)), None)
-    assert found["layers/1/weight"] == ((2,), (1,))
+    actual = matrices(model, loss, jnp.zeros((4, 8)), None)
+    assert actual["layers/1/weight"] == ((2,), (1,))
 
 
 def test_parts_of_arrays_adapters_and_tied_tables():

@@ -99,8 +99,8 @@ def test_half_of_the_activations(loss):
     analyses: list[Any] = [one.memory_analysis() for one in (plain, again)]
     before, after = (one.temp_size_in_bytes for one in analyses)
     assert after < 0.65 * before
-    expected, found = plain(model, batch, None), again(model, batch, None)
-    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    expected, actual = plain(model, batch, None), again(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * np.abs(x).max())
 
 
@@ -112,8 +112,8 @@ def test_over_a_mesh():
     plan, limit = half(in_a_loop, model, batch, mesh, part=0.15)
     assert plan.report.program.memory.total <= limit
     expected = jax.jit(jax.grad(in_a_loop))(model, batch, None)
-    found = jax.jit(jax.grad(plan.constrain(in_a_loop)))(model, batch, None)
-    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    actual = jax.jit(jax.grad(plan.constrain(in_a_loop)))(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
 
 
@@ -152,8 +152,8 @@ def test_layers_that_take_turns_are_gathered_one_at_a_time():
     # As in a loop whose layers all keep the same: twice, and the gradients once to and fro.
     assert report.traffic[0].bytes < 2.2 * LAYERS * layer
     plain = rc.plan_shardings(model, mesh, fn=in_a_scan, args=(batch, None)).constrain(in_a_scan)
-    expected, found = jax.jit(jax.grad(plain))(placed, rows, None), program(placed, rows, None)
-    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    expected, actual = jax.jit(jax.grad(plain))(placed, rows, None), program(placed, rows, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_array_equal(y, x)
 
 
@@ -197,9 +197,9 @@ def test_stacks_that_the_loss_changes_stay_sharded(how):
     placed = jax.device_put(model, plan.shardings)
     rows = jax.device_put(batch, rc.batch_shardings(batch, mesh))
     program = jax.jit(plan.constrain(loss)).lower(placed, rows, None).compile()
-    for one in collectives(program.as_text(), mesh):
-        if one.kind == "all-gather":
-            assert one.count == LAYERS
+    for collective in collectives(program.as_text(), mesh):
+        if collective.kind == "all-gather":
+            assert collective.count == LAYERS
     expected = jax.jit(loss)(model, batch, None)
     np.testing.assert_allclose(program(placed, rows, None), expected, rtol=1e-2)
 
@@ -221,8 +221,8 @@ def test_loops_that_run_backwards_take_turns_in_order():
     parts = (0.15, 0.2, 0.25, 0.35, 0.38, 0.4, 0.45, 0.5)
     plan = plan_in_turn(loss, model, batch, mesh, parts)
     expected = jax.jit(jax.grad(loss))(model, batch, None)
-    found = jax.jit(jax.grad(plan.constrain(loss)))(model, batch, None)
-    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    actual = jax.jit(jax.grad(plan.constrain(loss)))(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6 * np.abs(x).max())
 
 
@@ -263,8 +263,8 @@ def test_products_that_are_recomputed_are_those_that_the_plan_says(part):
     report: Any = plan.report.program.recomputed
     assert again - plain == report.flops
     expected = jax.jit(jax.grad(loss))(model, batch, None)
-    found = jax.jit(jax.grad(plan.constrain(loss)))(model, batch, None)
-    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    actual = jax.jit(jax.grad(plan.constrain(loss)))(model, batch, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
 
 
@@ -288,8 +288,8 @@ def test_remat_auto_is_the_least_that_fits():
     assert 0 < report.recomputed.share < 0.25
     assert "more arithmetic" in str(plan)
     expected = eqx.filter_jit(jax.grad(loss))(model, tokens, None)
-    found = eqx.filter_jit(jax.grad(plan.constrain(loss)))(model, tokens, None)
-    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+    actual = eqx.filter_jit(jax.grad(plan.constrain(loss)))(model, tokens, None)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
 
 

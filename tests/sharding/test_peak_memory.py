@@ -385,7 +385,7 @@ def test_what_is_alive_at_the_peak_belongs_to_the_block():
     memory = plan.report.program.memory
     kept = batch.size * 4
     assert memory.activations > 5 * kept
-    assert sum(one.memory_bytes for one in plan.report.program.lines) == pytest.approx(
+    assert sum(line.memory_bytes for line in plan.report.program.lines) == pytest.approx(
         memory.activations, rel=1e-3
     )
 

@@ -183,11 +183,11 @@ def test_a_pipeline_is_exact_and_sends_what_the_plan_says(sizes):
     model = jax.device_put(SMALL, plan.shardings)
     step = jax.jit(jax.value_and_grad(plan.constrain(small)), out_shardings=(None, plan.shardings))
     compiled = step.lower(model, tokens(), KEY).compile()
-    found = compiled(model, tokens(), KEY)
+    actual = compiled(model, tokens(), KEY)
     expected = jax.jit(jax.value_and_grad(small))(SMALL, tokens(), KEY)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-        *[jax.device_get(one) for one in (found, expected)],
+        *[jax.device_get(one) for one in (actual, expected)],
     )
     sent = collectives(compiled.as_text(), mesh)
     estimated = sum(one.bytes for one in plan.report.program.traffic)
@@ -204,9 +204,9 @@ def abstract(**sizes):
 
 def test_the_plan_says_how_layers_are_divided(tmp_path):
     plan = plan_small(abstract(pipe=4, data=2), microbatches=4)
-    found = pipeline_of(plan)
-    assert (found.stages, found.layers, found.microbatches) == (4, (1,), 4)
-    assert found.bubble == pytest.approx(3 / 7)
+    actual = pipeline_of(plan)
+    assert (actual.stages, actual.layers, actual.microbatches) == (4, (1,), 4)
+    assert actual.bubble == pytest.approx(3 / 7)
     assert "4-way pipeline parallel x 2-way data parallel" in str(plan)
     assert "4 stages of 1 layer, 4 microbatches, bubble 43%" in str(plan)
     assert plan.shardings["w"].spec == jax.sharding.PartitionSpec("pipe")
@@ -220,7 +220,7 @@ def test_the_plan_says_how_layers_are_divided(tmp_path):
     assert flops.per_device == pytest.approx(flops.flops / 2 / 4 * 7 / 4)
     rc.save_plan(plan, tmp_path / "plan.json")
     loaded = rc.load_plan(tmp_path / "plan.json", SMALL, abstract(pipe=4, data=2))
-    assert loaded.report.program.pipeline == found
+    assert loaded.report.program.pipeline == actual
     assert loaded.compute.microbatches == 4
     assert json.dumps(plan.report.to_json())
 
@@ -395,8 +395,8 @@ def test_a_prediction_needs_no_pipeline():
     mesh = rc.make_mesh(pipe=4, data=2)
     plan = plan_small(mesh)
     predict = lambda model, batch: jax.lax.scan(plain, model["embed"][batch], model["w"])[0]
-    found = jax.jit(plan.constrain(predict))(jax.device_put(SMALL, plan.shardings), tokens())
-    np.testing.assert_allclose(found, predict(SMALL, tokens()), rtol=1e-5)
+    actual = jax.jit(plan.constrain(predict))(jax.device_put(SMALL, plan.shardings), tokens())
+    np.testing.assert_allclose(actual, predict(SMALL, tokens()), rtol=1e-5)
 
 
 @pytest.mark.thorough
@@ -405,8 +405,8 @@ def test_a_batch_that_cannot_be_a_pipeline_is_computed_with_a_warning():
     plan = plan_small(rc.make_mesh(pipe=4, data=2), microbatches=4)
     few = tokens()[:3]
     with pytest.warns(UserWarning, match="3 rows; a pipeline needs four or more"):
-        found = jax.jit(plan.constrain(small))(jax.device_put(SMALL, plan.shardings), few, KEY)
-    np.testing.assert_allclose(found, small(SMALL, few, KEY), rtol=1e-5)
+        actual = jax.jit(plan.constrain(small))(jax.device_put(SMALL, plan.shardings), few, KEY)
+    np.testing.assert_allclose(actual, small(SMALL, few, KEY), rtol=1e-5)
 
 
 @pytest.mark.thorough
@@ -461,9 +461,9 @@ def test_a_run_is_that_of_one_device_and_resumes_on_another_mesh(tmp_path):
     kept = rc.Checkpoints(tmp_path)
     evaluation = rc.Evaluation(examples[:24], every=2)
     train(2, rc.make_mesh(pipe=4, data=2), checkpoints=kept, evaluation=evaluation)
-    found = train(4, rc.make_mesh(fsdp=8), checkpoints=kept)
+    actual = train(4, rc.make_mesh(fsdp=8), checkpoints=kept)
     again = train(4, rc.make_mesh(pipe=2, fsdp=2, model=2))
-    for one in (found, again):
+    for one in (actual, again):
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), one.model, expected.model
         )

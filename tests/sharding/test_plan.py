@@ -91,15 +91,15 @@ def test_an_array_after_an_array_that_looks_like_a_bias_has_a_plan():
 def test_a_bias_of_another_size_than_its_matrix_is_replicated():
     tree = {"a": {"weight": array(2, 3), "bias": array()}, "embed": array(512, 64)}
     tree["head"] = {"kernel": array(64, 512), "bias": array(6)}
-    found = specs(tree, model=4)
-    assert found["a/bias"] == found["head/bias"] == P()
+    actual = specs(tree, model=4)
+    assert actual["a/bias"] == actual["head/bias"] == P()
 
 
 def assert_same_with_a_plan(function, params, sizes):
     expected = jax.tree.leaves(function(params))
     shardings = infer_shardings(params, real_mesh(*sizes))
-    found = jax.tree.leaves(function(jax.device_put(params, shardings)))
-    for a, b in zip(found, expected, strict=True):
+    actual = jax.tree.leaves(function(jax.device_put(params, shardings)))
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -134,17 +134,17 @@ def test_a_plan_of_a_transformer_never_changes_loss_and_gradients(sizes):
 def test_overrides_are_taken_as_given_and_the_first_wins():
     tree = {"a": {"kernel": array(64, 128)}, "b": {"kernel": array(128, 64)}}
     overrides = [("^a/", P(None, "fsdp")), ("kernel", (("fsdp", "model"), None)), ("b", None)]
-    found = specs(tree, overrides, fsdp=2, model=4)
-    assert found == {"a/kernel": P(None, "fsdp"), "b/kernel": P(("fsdp", "model"), None)}
+    actual = specs(tree, overrides, fsdp=2, model=4)
+    assert actual == {"a/kernel": P(None, "fsdp"), "b/kernel": P(("fsdp", "model"), None)}
     assert specs(tree, [("b", None)], fsdp=2, model=4)["b/kernel"] == P()
 
 
 def test_overrides_in_a_training_state_take_paths_of_the_model_and_the_state_follows():
     state = train_state({"w": {"kernel": array(128, 512)}}, optax.adam(1e-3))
-    found = specs(state, [("^w/kernel$", ("model", "fsdp"))], fsdp=2, model=4)
-    assert found["w/kernel"] == P("model", "fsdp")
+    actual = specs(state, [("^w/kernel$", ("model", "fsdp"))], fsdp=2, model=4)
+    assert actual["w/kernel"] == P("model", "fsdp")
     assert (
-        found["opt_state/0/mu/w/kernel"] == found["opt_state/0/nu/w/kernel"] == P("model", "fsdp")
+        actual["opt_state/0/mu/w/kernel"] == actual["opt_state/0/nu/w/kernel"] == P("model", "fsdp")
     )
 
 
@@ -170,8 +170,8 @@ def test_wrong_overrides_say_what_would_work(override, message):
 def test_the_ambient_mesh_is_the_default():
     mesh = real_mesh(2, 1, 4)
     with jax.set_mesh(mesh):
-        found = infer_shardings(np.zeros((512, 512), np.float32))
-    assert found == NamedSharding(mesh, P(None, "model"))
+        actual = infer_shardings(np.zeros((512, 512), np.float32))
+    assert actual == NamedSharding(mesh, P(None, "model"))
 
 
 def test_no_mesh_and_a_mesh_without_the_three_axes_are_errors():

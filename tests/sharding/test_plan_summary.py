@@ -35,7 +35,7 @@ def lines_of(plan):
 
 
 def shares(lines):
-    return [int(found[1]) for line in lines if (found := re.match(r" +<?(\d+)% ", line))]
+    return [int(actual[1]) for line in lines if (actual := re.match(r" +<?(\d+)% ", line))]
 
 
 def not_done(lines):
@@ -129,8 +129,8 @@ def test_tensor_parallelism_that_was_asked_for_and_is_not_done():
         "less. An override with `model` in its spec forces it."
     )
     assert said in not_done(lines_of(plan))
-    (found,) = plan.report.not_done
-    assert found.asked == "tensor parallelism over model=4"
+    (actual,) = plan.report.not_done
+    assert actual.asked == "tensor parallelism over model=4"
     # What is said to force it does.
     forced = plan_of((1, 2, 4), batch=100_000, overrides=[("up", P(None, "model"))])
     assert "2-way FSDP x 4-way tensor parallel" in lines_of(forced)[0]
@@ -207,12 +207,12 @@ def test_a_batch_that_does_not_divide():
 
 def test_a_batch_that_divides_over_fewer_axes_is_costed_as_it_runs():
     """Over `data`, and not over `fsdp` too: arithmetic is that of `data` alone."""
-    found = [plan_of(sizes, batch=8).report.program for sizes in ((8, 2, 1), (8, 1, 1))]
-    for program in found:
+    actual = [plan_of(sizes, batch=8).report.program for sizes in ((8, 2, 1), (8, 1, 1))]
+    for program in actual:
         assert "data" in program.batch_axes
         assert "fsdp" not in program.batch_axes
         assert not program.repeated
-    several, alone = (program.arithmetic.per_device for program in found)
+    several, alone = (program.arithmetic.per_device for program in actual)
     assert several <= alone
 
 

@@ -81,8 +81,8 @@ def words(plan):
 
 def reason(plan, path):
     """The kind and the text of the reason for an array."""
-    found = reason_for(plan, path)
-    return f"{found.kind}: {found.text}"
+    actual = reason_for(plan, path)
+    return f"{actual.kind}: {actual.text}"
 
 
 def reason_for(plan, path):
@@ -257,11 +257,11 @@ def test_the_batch_and_why():
 def test_traffic_is_what_the_formulas_of_a_ring_say():
     overrides = [("up", P(None, "model")), ("down", P("model"))]
     plan = plan_mlp(mesh_of(2, 1, 4), batch=512, overrides=overrides)
-    found = {(entry.axis, entry.cause): entry.bytes for entry in plan.report.program.traffic}
+    actual = {(entry.axis, entry.cause): entry.bytes for entry in plan.report.program.traffic}
     result, parameters = 512 // 2 * 64 * 4, 2 * 64 * 256 * 4
     names = "0/{down,up}"
-    assert found["model", f"all-reduces of activations, forward: {names}"] == 2 * 3 / 4 * result
-    gradients = found["data", "gradients, summed over the batch"]
+    assert actual["model", f"all-reduces of activations, forward: {names}"] == 2 * 3 / 4 * result
+    gradients = actual["data", "gradients, summed over the batch"]
     assert gradients == 2 * 1 / 2 * parameters / 4
 
 
@@ -287,11 +287,11 @@ def test_what_is_sent_adds_up(sizes):
     )
     assert near(re.findall(r"([\d.,]+) MB", sent[0])[0], total)
     axes = [re.fullmatch(r"\s*([\d.,]+) MB  over (.+)", line) for line in sent[1:]]
-    shown = {found[2]: found[1] for found in axes if found}
+    shown = {actual[2]: actual[1] for actual in axes if actual}
     assert set(shown) == {entry.axis for entry in total}
     for axis, figure in shown.items():
         assert near(figure, [entry for entry in total if entry.axis == axis])
-    figures = [float(found[1].replace(",", "")) for found in axes if found]
+    figures = [float(actual[1].replace(",", "")) for actual in axes if actual]
     assert figures == sorted(figures, reverse=True)
 
 

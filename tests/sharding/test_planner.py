@@ -54,14 +54,14 @@ def test_transformers_are_split_as_megatron_does(shape):
     # For twice as many tokens, it is cheaper to gather the weights.
     sizes = replace(SMALL, time=256)
     fn, model, batch = program(["norm", "attention", "norm", "gated"] * 2, sizes)
-    found = computed(plan_of(fn, model, batch, shape))
+    actual = computed(plan_of(fn, model, batch, shape))
     for first in (0, 4):
-        layer = {path.split("/")[1]: d for path, d in found.items() if path[0] in f"{first + 1}"}
+        layer = {path.split("/")[1]: d for path, d in actual.items() if path[0] in f"{first + 1}"}
         assert layer == {"q": 1, "k": 1, "v": 1, "o": 0}
-        layer = {path.split("/")[1]: d for path, d in found.items() if path[0] in f"{first + 3}"}
+        layer = {path.split("/")[1]: d for path, d in actual.items() if path[0] in f"{first + 3}"}
         assert layer == {"gate": 1, "up": 1, "down": 0}
-    assert found["embed"] == 0
-    assert found["0 norm/scale"] is None
+    assert actual["embed"] == 0
+    assert actual["0 norm/scale"] is None
 
 
 def test_layers_behind_each_other_alternate():
@@ -77,8 +77,8 @@ def test_layers_behind_each_other_alternate():
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_experts_are_split_among_devices(shape):
     plan = plan_of(*program(["experts"], SMALL), shape)
-    found = computed(plan)
-    assert [found[f"0 experts/{name}"] for name in ("up", "down", "router")] == [0, 0, 1]
+    actual = computed(plan)
+    assert [actual[f"0 experts/{name}"] for name in ("up", "down", "router")] == [0, 0, 1]
 
 
 def test_an_inner_gradient_step_is_split_as_the_model_is():
@@ -148,12 +148,12 @@ def test_the_same_plan_however_the_model_is_stored(stored, transposed, shape):
 
     tokens = jax.ShapeDtypeStruct((8, 512), jnp.int32)
     expected = plan_of(decoder_loss, arrays, tokens, shape).shardings
-    found = plan_of(loss, tree, tokens, shape).shardings
+    actual = plan_of(loss, tree, tokens, shape).shardings
     for name, size in LOGICAL.items():
         # Specs leave out what is whole at the end.
         mine, theirs = (
             [*spec, *[None] * (len(size) - len(spec))]
-            for spec in (get(found, name).spec, expected[name].spec)
+            for spec in (get(actual, name).spec, expected[name].spec)
         )
         assert (mine[::-1] if transposed else mine) == theirs, name
 
@@ -182,10 +182,10 @@ def plan_filtered(shape):
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 8, 1)])
 def test_space_and_stacked_layers_are_never_split(shape):
     plan = plan_filtered(shape)
-    found = specs(plan)
-    assert not any(found["kernel"][:2])
-    assert not any(found["stack"][:1])
-    assert any(found["kernel"])
+    actual = specs(plan)
+    assert not any(actual["kernel"][:2])
+    assert not any(actual["stack"][:1])
+    assert any(actual["kernel"])
     assert plan.report.program.unknown == {}
 
 

@@ -74,8 +74,8 @@ def test_a_batch_against_itself_is_gathered_and_its_gradient_summed(fn, sizes):
 def labelled(model, batch, key):
     """The probabilities of labels, looked up by the number of the row as well."""
     hidden = jnp.tanh(batch["x"] @ model["into"])
-    found = jax.nn.log_softmax(hidden @ model["out"])
-    return -jnp.mean(found[jnp.arange(len(found)), batch["y"]])
+    actual = jax.nn.log_softmax(hidden @ model["out"])
+    return -jnp.mean(actual[jnp.arange(len(actual)), batch["y"]])
 
 
 def written(model, batch, key):
@@ -230,8 +230,8 @@ def test_what_nobody_uses_costs_nothing(fn):
     """The results of `(loss, aux, model)` that are trained are not used, by any step."""
 
     def loss_fn(model, batch, key):
-        found = fn(model, batch, key)
-        return found[:2] if isinstance(found, tuple) else found
+        actual = fn(model, batch, key)
+        return actual[:2] if isinstance(actual, tuple) else actual
 
     model = {"up": array(64, 256), "down": array(256, 64)}
     batch = {"x": array(16, 4, 64), "y": array(16, 4, 64)}
@@ -330,7 +330,7 @@ def test_rows_that_are_looked_up_and_added_elsewhere_are_priced_as_compiled():
         out_shardings=(None, plan.shardings),
     )
     text = step.lower(array(64, 64), graph, None).compile().as_text()
-    planned = sum(one.bytes for one in plan.report.program.traffic)
+    planned = sum(line.bytes for line in plan.report.program.traffic)
     assert planned == pytest.approx(sent_bytes(collectives(text, mesh)), rel=0.1)
 
 

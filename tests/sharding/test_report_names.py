@@ -11,10 +11,10 @@ names = st.lists(st.sampled_from(["w1", "w2", "bias", "10", "2", "a_b"]), min_si
 @settings(max_examples=100, deadline=None)
 @given(paths=st.lists(names.map("/".join), max_size=30))
 def test_patterns_stand_for_exactly_their_paths(paths):
-    found = braced(paths)
-    places = [place for _, some in found for place in some]
+    actual = braced(paths)
+    places = [place for _, some in actual for place in some]
     assert sorted(places) == list(range(len(paths)))
-    for pattern, some in found:
+    for pattern, some in actual:
         assert sorted(expanded(pattern)) == sorted({paths[place] for place in some})
 
 
@@ -43,9 +43,9 @@ def test_many_paths_are_shortened_and_the_others_counted():
 
 @given(sizes=st.lists(st.integers(0, 10**12), min_size=1, max_size=5).filter(any))
 def test_percentages_add_up_and_are_close(sizes):
-    found = percentages(sizes)
-    assert sum(found) == 100
-    assert all(abs(a - 100 * b / sum(sizes)) < 1 for a, b in zip(found, sizes, strict=True))
+    actual = percentages(sizes)
+    assert sum(actual) == 100
+    assert all(abs(a - 100 * b / sum(sizes)) < 1 for a, b in zip(actual, sizes, strict=True))
 
 
 def test_sizes_have_three_digits_and_a_unit():

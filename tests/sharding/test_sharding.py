@@ -53,11 +53,11 @@ def test_stacked_blocks_keep_their_leading_dimension_whole():
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
 def test_mlp_alternates_column_and_row(depth):
     model = stock(eqx.nn.MLP, 32, 16, 64, depth)
-    found = specs(model, model=4)
+    actual = specs(model, model=4)
     for i in range(depth + 1):
         column = i % 2 == 0
-        assert found[f"layers/{i}/weight"] == (P("model") if column else P(None, "model"))
-        assert found[f"layers/{i}/bias"] == (P("model") if column else P())
+        assert actual[f"layers/{i}/weight"] == (P("model") if column else P(None, "model"))
+        assert actual[f"layers/{i}/bias"] == (P("model") if column else P())
 
 
 def test_narrow_or_indivisible_output_of_a_chain_is_whole_with_the_reason():
@@ -75,14 +75,14 @@ def test_gated_mlp_splits_its_inner_size_in_any_order_of_keys():
             "norm": {"scale": array(64)},
             "mlp": {gate: array(64, 160), up: array(64, 160), down: array(160, 64)},
         }
-        found = specs(tree, model=4)
-        assert found[f"mlp/{gate}"] == found[f"mlp/{up}"] == P(None, "model")
-        assert found[f"mlp/{down}"] == P("model")
+        actual = specs(tree, model=4)
+        assert actual[f"mlp/{gate}"] == actual[f"mlp/{up}"] == P(None, "model")
+        assert actual[f"mlp/{down}"] == P("model")
 
 
 def test_heads_as_a_dimension_are_split_and_never_their_size():
-    found = specs(llama(), model=4)
-    inner = {name: spec for name, spec in found.items() if name.startswith("layers/")}
+    actual = specs(llama(), model=4)
+    inner = {name: spec for name, spec in actual.items() if name.startswith("layers/")}
     assert inner == {
         "layers/attention/wq": P(None, None, "model"),
         "layers/attention/wk": P(None, None, "model"),
@@ -94,22 +94,22 @@ def test_heads_as_a_dimension_are_split_and_never_their_size():
         "layers/attention_norm": P(),
         "layers/mlp_norm": P(),
     }
-    assert found["embed"] == P("model")
-    assert found["head"] == P(None, "model")
+    assert actual["embed"] == P("model")
+    assert actual["head"] == P(None, "model")
 
 
 @pytest.mark.parametrize("sizes", [(12, 64, 12, 4, 64), (4, 64, 4, 4, 16), (32, 128, 32, 32, 4)])
 def test_heads_are_found_where_sizes_coincide(sizes):
     """As many layers as heads, heads as wide as the model, as many key heads as heads."""
     layers, width, heads, kv_heads, head_dim = sizes
-    found = specs(llama(layers, width, heads, kv_heads, head_dim), model=4)
-    assert found["layers/attention/wq"] == P(None, None, "model")
-    assert found["layers/attention/wo"] == P(None, "model")
+    actual = specs(llama(layers, width, heads, kv_heads, head_dim), model=4)
+    assert actual["layers/attention/wq"] == P(None, None, "model")
+    assert actual["layers/attention/wo"] == P(None, "model")
 
 
 def test_few_key_heads_are_whole_with_the_reason_and_queries_are_split():
-    found = reasons(llama(kv_heads=2), model=4)
-    assert found["layers/attention/wk"].startswith(
+    actual = reasons(llama(kv_heads=2), model=4)
+    assert actual["layers/attention/wk"].startswith(
         "replicated: number of heads 2 is not a multiple of"
     )
     assert specs(llama(kv_heads=2), model=4)["layers/attention/wq"] == P(None, None, "model")
@@ -125,20 +125,20 @@ def test_heads_of_a_module_that_do_not_divide_leave_its_attention_whole():
 def test_attention_is_recognised_by_shapes_alone():
     square, narrow = {"weight": array(64, 64)}, {"weight": array(32, 64)}
     both = {"x": {"one": square, "three": narrow, "two": narrow, "zz": square}, "n": array(64)}
-    found = specs(both, model=4)
-    assert [found[f"x/{name}/weight"] for name in ("one", "three", "two")] == [P("model")] * 3
-    assert found["x/zz/weight"] == P(None, "model")
+    actual = specs(both, model=4)
+    assert [actual[f"x/{name}/weight"] for name in ("one", "three", "two")] == [P("model")] * 3
+    assert actual["x/zz/weight"] == P(None, "model")
     beside = {"x": {"a": square, "b": square, "c": square}, "y": {"d": square}, "n": array(64)}
-    found = specs(beside, model=4)
-    assert [found[f"x/{name}/weight"] for name in "abc"] == [P("model")] * 3
-    assert found["y/d/weight"] == P(None, "model")
+    actual = specs(beside, model=4)
+    assert [actual[f"x/{name}/weight"] for name in "abc"] == [P("model")] * 3
+    assert actual["y/d/weight"] == P(None, "model")
 
 
 def test_names_decide_where_all_matrices_are_square():
     names = ("out_proj", "v_proj", "k_proj", "q_proj")
-    found = specs({name: {"weight": array(64, 64)} for name in names}, model=4)
-    assert found["out_proj/weight"] == P(None, "model")
-    assert {found[f"{name}/weight"] for name in names[1:]} == {P("model")}
+    actual = specs({name: {"weight": array(64, 64)} for name in names}, model=4)
+    assert actual["out_proj/weight"] == P(None, "model")
+    assert {actual[f"{name}/weight"] for name in names[1:]} == {P("model")}
 
 
 def test_squares_are_stored_as_the_other_matrices_of_the_tree_are():
@@ -146,17 +146,17 @@ def test_squares_are_stored_as_the_other_matrices_of_the_tree_are():
     square = {"weight": array(64, 64), "bias": array(64)}
     tree = {"mlp": {"up": wide, "down": {"weight": array(256, 64), "bias": array(64)}}}
     tree["attention"] = dict.fromkeys(("q", "k", "v", "o"), square)
-    found = specs(tree, model=4)
-    assert found["attention/q/weight"] == P(None, "model")
-    assert found["attention/o/weight"] == P("model")
+    actual = specs(tree, model=4)
+    assert actual["attention/q/weight"] == P(None, "model")
+    assert actual["attention/o/weight"] == P("model")
 
 
 def test_lists_of_weights_and_biases_alternate_in_either_order_of_storage():
     sizes = [(784, 512), (512, 256)]
-    found = specs([(array(i, o), array(o)) for i, o in sizes], model=4)
-    assert list(found.values()) == [P(None, "model"), P("model"), P("model"), P()]
-    found = specs([(array(o, i), array(o)) for i, o in sizes], model=4)
-    assert list(found.values()) == [P("model"), P("model"), P(None, "model"), P()]
+    actual = specs([(array(i, o), array(o)) for i, o in sizes], model=4)
+    assert list(actual.values()) == [P(None, "model"), P("model"), P("model"), P()]
+    actual = specs([(array(o, i), array(o)) for i, o in sizes], model=4)
+    assert list(actual.values()) == [P("model"), P("model"), P(None, "model"), P()]
 
 
 def test_vocabulary_that_does_not_divide_is_whole_and_says_what_would():
@@ -184,13 +184,13 @@ def convolutional():
 
 def test_convolutions_alternate_over_channels_and_never_over_their_windows():
     model = eqx.filter_eval_shape(convolutional)
-    found = specs(model, fsdp=2, model=4)
-    assert found["layers/0/weight"] == P("model")
-    assert found["layers/0/bias"] == P("model")
-    assert found["layers/3/weight"] == P("fsdp", "model")
+    actual = specs(model, fsdp=2, model=4)
+    assert actual["layers/0/weight"] == P("model")
+    assert actual["layers/0/bias"] == P("model")
+    assert actual["layers/3/weight"] == P("fsdp", "model")
     assert "64 groups" in reasons(model, model=4)["layers/4/weight"]
-    assert found["layers/5/weight"] == P("model", "fsdp")
-    assert found["layers/7/weight"] == P("fsdp", "model")
+    assert actual["layers/5/weight"] == P("model", "fsdp")
+    assert actual["layers/7/weight"] == P("fsdp", "model")
     flax = {"Conv_0": {"kernel": array(4, 4, 3, 32)}, "Conv_1": {"kernel": array(4, 4, 32, 64)}}
     assert list(specs(flax, model=4).values()) == [
         P(None, None, None, "model"),
@@ -207,15 +207,15 @@ def test_recurrent_cells_are_whole_over_model_with_the_reason():
 
 def test_fsdp_splits_the_largest_remaining_dimension_of_large_arrays():
     tree = {"a": array(64, 128), "b": array(6, 1024), "c": array(8, 8), "d": array(67, 67)}
-    found = specs(tree, fsdp=4)
-    assert found == {"a": P(None, "fsdp"), "b": P(None, "fsdp"), "c": P(), "d": P()}
+    actual = specs(tree, fsdp=4)
+    assert actual == {"a": P(None, "fsdp"), "b": P(None, "fsdp"), "c": P(), "d": P()}
     why = reasons(tree, fsdp=4)
     assert why["a"] == "fsdp: all-gathered where used"
     assert why["c"] == "replicated: small, 64 elements"
     assert why["d"] == "replicated: no other dimension is a multiple of fsdp=4"
-    found = specs(stock(eqx.nn.MLP, 64, 64, 256, 1), fsdp=2, model=4)
-    assert found["layers/0/weight"] == P("model", "fsdp")
-    assert found["layers/1/weight"] == P("fsdp", "model")
+    actual = specs(stock(eqx.nn.MLP, 64, 64, 256, 1), fsdp=2, model=4)
+    assert actual["layers/0/weight"] == P("model", "fsdp")
+    assert actual["layers/1/weight"] == P("fsdp", "model")
 
 
 def test_a_byte_level_vocabulary_as_wide_as_the_model_is_still_split():
@@ -226,16 +226,16 @@ def test_a_byte_level_vocabulary_as_wide_as_the_model_is_still_split():
 
 def test_an_mlp_as_wide_inside_as_the_vocabulary_keeps_its_split():
     tree = {"embed": stock(eqx.nn.Embedding, 256, 64), "mlp": stock(eqx.nn.MLP, 64, 64, 256, 1)}
-    found = specs(tree, model=4)
-    assert found["mlp/layers/1/weight"] == P(None, "model")
-    assert found["mlp/layers/1/bias"] == P()
+    actual = specs(tree, model=4)
+    assert actual["mlp/layers/1/weight"] == P(None, "model")
+    assert actual["mlp/layers/1/bias"] == P()
 
 
 def test_attention_with_values_of_another_size_is_closed_by_its_output():
     attention = stock(eqx.nn.MultiheadAttention, 4, 64, vo_size=32, output_size=96)
-    found = specs(attention, model=4)
-    assert found["value_proj/weight"] == P("model")
-    assert found["output_proj/weight"] == P(None, "model")
+    actual = specs(attention, model=4)
+    assert actual["value_proj/weight"] == P("model")
+    assert actual["output_proj/weight"] == P(None, "model")
 
 
 def test_heads_in_the_fields_of_a_module_decide_what_divides():
@@ -249,10 +249,10 @@ def test_heads_in_the_fields_of_a_module_decide_what_divides():
 
     wide, narrow = stock(eqx.nn.Linear, 64, 64), stock(eqx.nn.Linear, 64, 16)
     attention = Attention(wide, narrow, narrow, wide)
-    found = specs(attention, model=4)
-    assert found["q/weight"] == P("model")
-    assert found["o/weight"] == P(None, "model")
-    assert found["k/weight"] == found["v/weight"] == P()
+    actual = specs(attention, model=4)
+    assert actual["q/weight"] == P("model")
+    assert actual["o/weight"] == P(None, "model")
+    assert actual["k/weight"] == actual["v/weight"] == P()
     assert "heads 2 is not a multiple" in reasons(attention, model=4)["k/weight"]
 
 
@@ -270,10 +270,10 @@ def test_a_residual_block_of_convolutions_is_split_inside():
         stock(conv, 128, 128, 3),
         stock(conv, 64, 128, 1),
     )
-    found = specs(block, model=4)
-    assert found["first/weight"] == P("model")
-    assert found["second/weight"] == P(None, "model")
-    assert found["skip/weight"] == P()
+    actual = specs(block, model=4)
+    assert actual["first/weight"] == P("model")
+    assert actual["second/weight"] == P(None, "model")
+    assert actual["skip/weight"] == P()
 
 
 def test_a_stock_layer_with_more_arrays():
@@ -290,8 +290,8 @@ def test_a_stock_layer_with_more_arrays():
     normed = eqx.tree_at(lambda x: x.bias, eqx.nn.Linear(64, 64, key=key), eqx.nn.LayerNorm(64))
     mesh = rc.make_mesh(fsdp=8)
     for layer in (Scaled(64, key=key), normed):
-        found = rc.infer_shardings({"layer": layer}, mesh)
-        assert not found["layer"].weight.is_fully_replicated
+        actual = rc.infer_shardings({"layer": layer}, mesh)
+        assert not actual["layer"].weight.is_fully_replicated
 
 
 def test_arrays_that_an_override_shards_over_data_are_not_said_to_be_replicated():
@@ -320,26 +320,26 @@ def latent_attention(q_rank, kv_rank):
 
 @pytest.mark.parametrize("ranks", [(96, 64), (64, 64)])
 def test_latents_are_whole_and_the_heads_that_are_made_of_them_split(ranks):
-    found = specs({"layers": latent_attention(*ranks)}, model=4)
-    assert {found[f"layers/{name}"] for name in ("wq", "wk", "wv")} == {P(None, None, "model")}
-    assert found["layers/wo"] == P(None, "model")
+    actual = specs({"layers": latent_attention(*ranks)}, model=4)
+    assert {actual[f"layers/{name}"] for name in ("wq", "wk", "wv")} == {P(None, None, "model")}
+    assert actual["layers/wo"] == P(None, "model")
 
 
 def test_a_window_is_not_the_size_between_two_matrices():
     """Four taps of a convolution over each channel, beside a projection to as many features."""
     tree = {"norm": array(4096), "taps": array(4, 4096), "steps": array(4096, 8)}
-    found = specs({"layers": [tree, tree]}, model=4)["layers/0/taps"]
-    assert found in (P(), P(None, "model"))
+    actual = specs({"layers": [tree, tree]}, model=4)["layers/0/taps"]
+    assert actual in (P(), P(None, "model"))
 
 
 def test_the_output_of_an_attention_that_is_not_square_is_told_by_its_name():
     """Queries and keys are square, and neither of the two is the output."""
     sizes = {"wq": (64, 64), "wk": (64, 64), "wv": (64, 128), "wz": (64, 128), "wo": (128, 64)}
     layer = {name: array(*shape) for name, shape in sizes.items()} | {"norm": array(64)}
-    found = specs({"layers": [layer, layer]}, model=4)
-    columns = {found[f"layers/0/{name}"] for name in ("wq", "wk", "wv", "wz")}
+    actual = specs({"layers": [layer, layer]}, model=4)
+    columns = {actual[f"layers/0/{name}"] for name in ("wq", "wk", "wv", "wz")}
     assert columns == {P(None, "model")}
-    assert found["layers/0/wo"] == P("model")
+    assert actual["layers/0/wo"] == P("model")
 
 
 def test_stages_whose_widths_are_inner_sizes_of_other_stages_are_split_on_their_own():
@@ -351,15 +351,15 @@ def test_stages_whose_widths_are_inner_sizes_of_other_stages_are_split_on_their_
             "project": array(inner, width),
         }
 
-    found = specs({"stages": [[block(64), block(64)], [block(256)], [block(1024)]]}, model=4)
+    actual = specs({"stages": [[block(64), block(64)], [block(256)], [block(1024)]]}, model=4)
     for name in ("0/0", "0/1", "1/0", "2/0"):
-        assert found[f"stages/{name}/expand"] == P(None, "model")
-        assert found[f"stages/{name}/project"] == P("model")
+        assert actual[f"stages/{name}/expand"] == P(None, "model")
+        assert actual[f"stages/{name}/project"] == P("model")
 
 
 @pytest.mark.parametrize("names", [("first", "second"), ("up", "down")])
 def test_a_pair_in_a_dict_is_split_between_its_matrices_in_either_order(names):
     """JAX sorts the keys of a dict, so that their order is not that of the layers."""
     before, after = names
-    found = specs({before: array(96, 160), after: array(160, 200)}, model=4)
-    assert found == {before: P(None, "model"), after: P("model")}
+    actual = specs({before: array(96, 160), after: array(160, 200)}, model=4)
+    assert actual == {before: P(None, "model"), after: P("model")}

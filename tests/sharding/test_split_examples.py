@@ -34,8 +34,8 @@ def plan_of(loss, params, batch, mesh, hardware=TIGHT):
 
 def convolve(x, kernel, **options):
     """`x` is (rows, channels, height, width)."""
-    given = {"window_strides": (1, 1), "padding": "SAME"} | options
-    return jax.lax.conv_general_dilated(x, kernel, **given)
+    settings = {"window_strides": (1, 1), "padding": "SAME"} | options
+    return jax.lax.conv_general_dilated(x, kernel, **settings)
 
 
 def pooled(x):
@@ -184,8 +184,8 @@ def test_halos_are_priced_as_they_are_sent():
     mesh = mesh_of((8, 1, 1))
     plan, program = compiled(loss, params, normal(1, 2, 64, 32), mesh)
     priced = {x.cause: x.bytes for x in plan.report.program.traffic}
-    found = collectives(program.as_text(), mesh)
-    permuted = sum(x.sent_bytes for x in found if x.kind == "collective-permute")
+    actual = collectives(program.as_text(), mesh)
+    permuted = sum(x.sent_bytes for x in actual if x.kind == "collective-permute")
     assert priced["halos of convolutions and windows"] == pytest.approx(permuted, rel=0.25)
 
 

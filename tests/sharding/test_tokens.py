@@ -109,8 +109,8 @@ def test_a_row_of_packed_texts_is_split_and_exact(blocks):
     assert plan.compute.splits_examples
     lowered = jax.jit(plan.constrain(chunked)).lower(model, batch(1), None)
     compiled = lowered.compile()
-    found = compiled(jax.device_put(model, plan.shardings), batch(1), None)
-    np.testing.assert_allclose(found, chunked(model, batch(1), None), rtol=1e-5)
+    actual = compiled(jax.device_put(model, plan.shardings), batch(1), None)
+    np.testing.assert_allclose(actual, chunked(model, batch(1), None), rtol=1e-5)
     assert "all-to-all" not in str(compiled.as_text())
 
 
@@ -135,7 +135,7 @@ def test_the_plan_says_so():
     assert plan.report.program.batch_sizes == (1,)
     assert "so its sequences are split over fsdp" in plan.report.program.batch
     assert "Batch" in str(plan)
-    causes = {one.cause for one in plan.report.program.traffic}
+    causes = {line.cause for line in plan.report.program.traffic}
     assert "all-gathers of keys and values" in causes
     # All products of the model are divided.
     arithmetic = plan.report.program.arithmetic

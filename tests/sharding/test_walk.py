@@ -235,7 +235,11 @@ def test_only_what_derivatives_need_is_computed_again(name):
 
     def priced(fn):
         sums = Followed(loop(fn), (4, 4), (4, 4)).graph.partial_sums.values()
-        return sum(one.times / 3 for one in sums if not one.backward and len(one.value.dims) == 2)
+        return sum(
+            partial_sum.times / 3
+            for partial_sum in sums
+            if not partial_sum.backward and len(partial_sum.value.dims) == 2
+        )
 
     def compiled(fn):
         # In a loop, where the compiler cannot find that it has been computed before.

@@ -93,9 +93,9 @@ def _start_daemons(folder: Path, env: dict[str, str]) -> None:
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    assert found, f"There is no {name} here: install the packages slurm-wlm and munge."
-    return found
+    actual = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    assert actual, f"There is no {name} here: install the packages slurm-wlm and munge."
+    return actual
 
 
 def _stop(pid_file: Path) -> None:

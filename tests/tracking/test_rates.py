@@ -29,8 +29,8 @@ def test_throughput_and_epoch_of_each_step_but_the_first(clock):
     clock.now += 60  # compilation
     assert rates(1, {"loss": 1.0}) == {"epoch": 0.5}
     clock.now += 0.5
-    found = {"epoch": 1.0, "step_seconds": 0.5, "examples_per_second": 64.0}
-    assert rates(2, {"loss": 1.0}) == found
+    actual = {"epoch": 1.0, "step_seconds": 0.5, "examples_per_second": 64.0}
+    assert rates(2, {"loss": 1.0}) == actual
     clock.now += 0.5
     assert rates(3, {"weight": 100.0})["tokens_per_second"] == 200
     assert rates(3, {})["epoch"] == 1.5  # no time passed
@@ -58,8 +58,8 @@ def test_memory_and_utilisation_where_they_are_known(clock, monkeypatch):
     rates = Rates(rc.RunInfo(config={"seconds_at_peak": 0.3}), clock)
     rates(1, {})
     clock.now += 0.5
-    found = {"peak_memory_gb": 5.0, "step_seconds": 0.5, "mfu": 0.6}
-    assert rates(2, {}) == pytest.approx(found)
+    actual = {"peak_memory_gb": 5.0, "step_seconds": 0.5, "mfu": 0.6}
+    assert rates(2, {}) == pytest.approx(actual)
 
 
 def test_only_loggers_that_want_them_get_them(tmp_path):

@@ -197,12 +197,12 @@ def test_code_version_names_libraries(tmp_path, monkeypatch):
 
 
 def test_code_version_omits_missing_libraries(monkeypatch):
-    found = importlib.metadata.version
+    actual = importlib.metadata.version
 
     def version(package):
         if package == "optax":
             raise importlib.metadata.PackageNotFoundError(package)
-        return found(package)
+        return actual(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert "jax" in code_version()

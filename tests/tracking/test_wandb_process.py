@@ -185,13 +185,13 @@ def test_a_server_without_response_does_not_block_the_exit(tmp_path):
 
 def services():
     """The W&B service processes that are descendants of this process."""
-    found = []
+    actual = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int(path.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1])
             if parent == os.getpid() and b"wandb-core" in path.joinpath("cmdline").read_bytes():
-                found.append(int(path.name))
-    return found
+                actual.append(int(path.name))
+    return actual
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")

@@ -46,8 +46,8 @@ def test_equals_the_step_itself_and_keeps_the_shardings():
     state = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state)
     for _ in range(3):
         reference, metrics = expected(reference, batch)
-        state, found = step(state, batch)
-        np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-5)
+        state, actual = step(state, batch)
+        np.testing.assert_allclose(actual["loss"], metrics["loss"], rtol=1e-5)
         for x, sharding in zip(
             jax.tree.leaves(eqx.filter(state, eqx.is_array)),
             jax.tree.leaves(shardings),
@@ -132,9 +132,9 @@ def test_arguments_may_share_arrays_with_the_state(how, devices):
     for _ in range(2):
         (target, key), kept, drawn = ALIASES[how](state), reference.model, reference.key
         for _ in range(2):
-            state, found = step(state, batch_of(16), {"net": target}, key)
+            state, actual = step(state, batch_of(16), {"net": target}, key)
             reference, metrics = expected(reference, batch_of(16), {"net": kept}, drawn)
-            np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-5)
+            np.testing.assert_allclose(actual["loss"], metrics["loss"], rtol=1e-5)
         for x, y in zip(arrays(target), arrays(kept), strict=True):  # it can still be read
             np.testing.assert_allclose(x, y, rtol=1e-5)
 
@@ -244,12 +244,12 @@ def test_lower_places_arguments_as_a_call_does():
     abstract = jax.ShapeDtypeStruct((16, 3), jnp.float32)
     own = jax.NamedSharding(mesh, P(None, None))
     placed = jax.device_put(rows, jax.NamedSharding(mesh, P("model")))
-    given = (rows, abstract, jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=own), placed)
+    inputs = (rows, abstract, jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=own), placed)
     ragged, scalar = np.ones((3,), np.float32), np.float32(1)
-    lowered = step.lower(state, *given, ragged, scalar, 2.0)
-    found = [x.spec for x in jax.tree.leaves(lowered.compile().input_shardings)[-7:]]
-    assert found[:4] == [split, split, own.spec, P("model")]
-    assert all(not any(spec) for spec in found[4:])
+    lowered = step.lower(state, *inputs, ragged, scalar, 2.0)
+    actual = [x.spec for x in jax.tree.leaves(lowered.compile().input_shardings)[-7:]]
+    assert actual[:4] == [split, split, own.spec, P("model")]
+    assert all(not any(spec) for spec in actual[4:])
     assert not any(x.is_deleted() for x in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
     assert [x.dtype for x in jax.tree.leaves(lowered.args_info[0])[-7:-5]] == [np.float32] * 2
 

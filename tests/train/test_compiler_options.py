@@ -105,8 +105,8 @@ def test_bad_types_are_refused_in_a_sentence(options, message):
 def test_defaults_of_another_version_are_left_out_without_a_warning(monkeypatch):
     defaults = {"cpu": FAST | {"xla_of_another_version": True}}
     monkeypatch.setattr(_compiler_options, "_DEFAULTS", defaults)
-    found = _compiler_options.compiler_options_for(rc.make_mesh())
-    assert found == tuple(FAST.items())
+    actual = _compiler_options.compiler_options_for(rc.make_mesh())
+    assert actual == tuple(FAST.items())
     assert _compiler_options.compiler_options_for(rc.make_mesh(), {}) == ()
 
 

@@ -140,10 +140,10 @@ def found_in(fn, mesh=MESHES[0]):
 @pytest.mark.parametrize("name", few_of(COUPLED, *list(COUPLED)[::2]))
 def test_examples_that_depend_on_each_other(name):
     fn, operation = COUPLED[name]
-    found, text = found_in(fn)
-    assert found is not None
-    assert found.operation == operation
-    assert found.where.startswith("test_coupled.py:")
+    actual, text = found_in(fn)
+    assert actual is not None
+    assert actual.operation == operation
+    assert actual.where.startswith("test_coupled.py:")
     assert f"depend on each other: {operation}" in " ".join(text.split())
 
 

@@ -125,10 +125,10 @@ def test_updating_a_model_without_a_gradient_warns(caplog):
 @pytest.mark.thorough
 def test_evaluation_and_outer_gradients_do_not_raise():
     """The check applies only to the gradient of the step itself."""
-    found = rc.evaluate(
+    actual = rc.evaluate(
         make_model(), make_examples(8), collate_fn=collate_fn, loss_fn=constant, batch_size=8
     )
-    assert found["loss"] == 1
+    assert actual["loss"] == 1
     state = rc.init_state(lambda key: make_model(), OPTIMIZER, key=KEY)
     step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=OPTIMIZER)
 

@@ -41,8 +41,8 @@ NONE = {
 
 def lookups(loss):
     batch = {"ids": IDS, "x": np.ones(2, np.float32)}
-    found = find_lookups(ExaminedLoss(loss, TABLE, batch, ONE, None), training=True)
-    return found.axes, found.extremes(jax.tree.leaves(batch))
+    actual = find_lookups(ExaminedLoss(loss, TABLE, batch, ONE, None), training=True)
+    return actual.axes, actual.extremes(jax.tree.leaves(batch))
 
 
 @pytest.mark.parametrize("name", LOOKUPS)

@@ -78,10 +78,10 @@ def test_the_first_update_is_that_of_optax():
     for rms in (None, 0.2):
         ours = rc.muon(0.1, numbers, others=optax.sgd(0.1), rms=rms)
         theirs = optax.contrib.muon(0.1, muon_weight_dimension_numbers=numbers, consistent_rms=rms)
-        found, _ = ours.update(grads, ours.init(params), params)
+        actual, _ = ours.update(grads, ours.init(params), params)
         expected, _ = theirs.update(grads, theirs.init(params), params)
         for name in ("up", "down"):
-            np.testing.assert_allclose(found[name], expected[name], atol=2e-6)
+            np.testing.assert_allclose(actual[name], expected[name], atol=2e-6)
 
 
 def prepared(optimizer, **sizes):

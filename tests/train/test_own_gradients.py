@@ -40,21 +40,21 @@ def test_value_and_gradient_are_those_given():
     @eqx.filter_jit
     def compute(model, batch):
         loss = lambda m: clipped(m, batch, KEY)[0]
-        value, found = eqx.filter_value_and_grad(loss)(model)
-        return value, found, loss_fn(model, batch, KEY)[0], clipped(model, batch, KEY)[1]
+        value, actual = eqx.filter_value_and_grad(loss)(model)
+        return value, actual, loss_fn(model, batch, KEY)[0], clipped(model, batch, KEY)[1]
 
-    value, found, expected_value, expected = compute(model, batch)
+    value, actual, expected_value, expected = compute(model, batch)
     np.testing.assert_array_equal(value, expected_value)
-    for a, b in zip(arrays(found), arrays(expected), strict=True):
+    for a, b in zip(arrays(actual), arrays(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_a_part_of_the_model_may_get_no_gradient():
     model = {"a": jnp.ones(3), "b": jnp.ones(2), "name": "x"}
     gradient = {"a": jnp.arange(3.0), "b": None, "name": None}
-    found = eqx.filter_grad(lambda m: rc.with_gradient(jnp.float32(1), m, gradient))(model)
-    np.testing.assert_array_equal(found["a"], gradient["a"])
-    np.testing.assert_array_equal(found["b"], jnp.zeros(2))
+    actual = eqx.filter_grad(lambda m: rc.with_gradient(jnp.float32(1), m, gradient))(model)
+    np.testing.assert_array_equal(actual["a"], gradient["a"])
+    np.testing.assert_array_equal(actual["b"], jnp.zeros(2))
 
 
 def test_nan_in_a_gradient_skips_the_step():
@@ -93,14 +93,14 @@ def test_scanned_steps_are_the_steps():
     state = rc.init_state(lambda key: make_model(), optax.adam(1e-2), key=KEY)
     options = {"loss_fn": loss_fn, "optimizer": optax.adam(1e-2)}
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
-    found, metrics = eqx.filter_jit(ft.partial(rc.train_steps, **options))(state, stacked)
+    actual, metrics = eqx.filter_jit(ft.partial(rc.train_steps, **options))(state, stacked)
     losses = []
     for batch in batches:
         state, one = rc.train_step(state, batch, **options)
         losses.append(one["loss"])
     np.testing.assert_allclose(metrics["loss"], jnp.stack(losses), rtol=1e-5)
-    assert found.step == state.step == 3
-    for a, b in zip(arrays(found), arrays(state), strict=True):
+    assert actual.step == state.step == 3
+    for a, b in zip(arrays(actual), arrays(state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -108,9 +108,9 @@ def test_scanned_steps_are_the_steps():
 def test_averages_keep_dtypes_and_other_leaves():
     old = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(1), "f": jnp.tanh}
     new = {"w": jnp.full(2, 3.0), "n": jnp.int32(5), "f": jnp.tanh}
-    found = rc.moving_average(old, new, 0.75)
-    assert (found["w"].dtype, found["n"], found["f"]) == (jnp.bfloat16, 5, jnp.tanh)
-    np.testing.assert_array_equal(found["w"], jnp.full(2, 1.5, jnp.bfloat16))
+    actual = rc.moving_average(old, new, 0.75)
+    assert (actual["w"].dtype, actual["n"], actual["f"]) == (jnp.bfloat16, 5, jnp.tanh)
+    np.testing.assert_array_equal(actual["w"], jnp.full(2, 1.5, jnp.bfloat16))
     same = rc.moving_average(new, old, jnp.float32(1.0))
     np.testing.assert_array_equal(same["w"], new["w"])
 

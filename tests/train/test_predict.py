@@ -10,16 +10,16 @@ import redcoast as rc
 
 def test_equals_the_function_itself():
     model, batch = make_model(), batch_of(12)
-    found = eqx.filter_jit(rc.predict)(model, batch, predict_fn=predict_fn)
-    np.testing.assert_array_equal(found, predict_fn(model, batch, None))
+    actual = eqx.filter_jit(rc.predict)(model, batch, predict_fn=predict_fn)
+    np.testing.assert_array_equal(actual, predict_fn(model, batch, None))
 
 
 def test_the_model_is_in_inference_mode():
     model = eqx.nn.Sequential([eqx.nn.Linear(16, 8, key=jax.random.key(0)), eqx.nn.Dropout(0.9)])
     batch = batch_of(4)
     apply = lambda m, b, k: jax.vmap(lambda x: m(x, key=k))(b["x"])
-    found = rc.predict(model, batch, predict_fn=apply)
-    np.testing.assert_allclose(found, jax.vmap(model.layers[0])(batch["x"]), rtol=1e-6)
+    actual = rc.predict(model, batch, predict_fn=apply)
+    np.testing.assert_allclose(actual, jax.vmap(model.layers[0])(batch["x"]), rtol=1e-6)
 
 
 def test_the_key_is_passed_to_predict_fn():
@@ -35,10 +35,10 @@ def test_the_key_is_passed_to_predict_fn():
 def test_in_half_precision():
     apply = lambda m, b, k: jax.vmap(m)(b["x"])
     batch = batch_of(4)
-    found = rc.predict(make_model(), batch, predict_fn=apply, compute_dtype=jnp.bfloat16)
-    assert found.dtype == jnp.bfloat16
+    actual = rc.predict(make_model(), batch, predict_fn=apply, compute_dtype=jnp.bfloat16)
+    assert actual.dtype == jnp.bfloat16
     exact = apply(make_model(), batch, None)
-    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.05)
+    np.testing.assert_allclose(actual.astype(jnp.float32), exact, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def messages_of(call):
 
 
 def fit(model, **options):
-    given = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 16, "log": False}
-    return rc.fit(model, optax.sgd(0.1), make_examples(16), steps=1, **given, **options)
+    settings = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 16, "log": False}
+    return rc.fit(model, optax.sgd(0.1), make_examples(16), steps=1, **settings, **options)
 
 
 @pytest.mark.few("inside-model")

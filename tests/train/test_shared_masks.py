@@ -70,7 +70,7 @@ def messages_of(apply, mesh):
     def loss_fn(model, batch, key):
         return jnp.mean(apply(model, batch["x"], key) ** 2)
 
-    given = {"collate_fn": collate_fn, "batch_size": 16, "steps": 1, "log": False}
+    options = {"collate_fn": collate_fn, "batch_size": 16, "steps": 1, "log": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         rc.fit(
@@ -79,7 +79,7 @@ def messages_of(apply, mesh):
             make_examples(16),
             loss_fn=loss_fn,
             mesh=rc.make_mesh(**MESHES[mesh]),
-            **given,
+            **options,
         )
     return [str(warning.message) for warning in caught]
 

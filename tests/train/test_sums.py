@@ -133,8 +133,8 @@ def evaluate(loss_fn, count, **options):
 
 
 def fit(loss_fn, **options):
-    given = {"steps": 1, "log": False, **DATA, **options}
-    return rc.fit(MODEL, optax.sgd(1e-3), make_examples(32), loss_fn=loss_fn, **given)
+    settings = {"steps": 1, "log": False, **DATA, **options}
+    return rc.fit(MODEL, optax.sgd(1e-3), make_examples(32), loss_fn=loss_fn, **settings)
 
 
 EVALUATION = rc.Evaluation(make_examples(40))

@@ -80,10 +80,10 @@ def test_ragged_microbatches_equal_the_full_batch(count):
     mask = np.random.default_rng(0).random(24) < 0.4
     batch = {**BATCH, "mask": mask}
     full, expected = eqx.filter_jit(stepper(loss=masked_loss))(start(), batch)
-    parts, found = eqx.filter_jit(stepper(loss=masked_loss, accumulate=count))(start(), batch)
-    assert float(found["weight"]) == mask.sum()
+    parts, actual = eqx.filter_jit(stepper(loss=masked_loss, accumulate=count))(start(), batch)
+    assert float(actual["weight"]) == mask.sum()
     for name in ("loss", "grad_norm", "mean_logit"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-6)
     # Adam's first update is the sign of the gradient, so its moments are compared.
     for a, b in zip(arrays(full.opt_state), arrays(parts.opt_state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
@@ -208,12 +208,12 @@ def test_trainable_may_be_a_prefix_of_the_model(spec):
     assert eqx.tree_equal(after.model["teacher"], model["teacher"])
     assert (after.model["student"].layers[0].weight != model["student"].layers[0].weight).any()
     mesh = rc.make_mesh(model=4)
-    given = {"fn": loss, "args": (BATCH, None)}
-    plan = rc.plan_shardings(model, mesh, trainable=spec, **given)
+    settings = {"fn": loss, "args": (BATCH, None)}
+    plan = rc.plan_shardings(model, mesh, trainable=spec, **settings)
     whole = jax.tree.map(lambda _: False, model) | {
         "student": jax.tree.map(eqx.is_inexact_array, model["student"])
     }
-    assert plan.report == rc.plan_shardings(model, mesh, trainable=whole, **given).report
+    assert plan.report == rc.plan_shardings(model, mesh, trainable=whole, **settings).report
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,11 @@ def test_average_is_the_debiased_exponential_mean_of_the_weights():
     for got, want in zip(arrays(state.averaged_model), wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     ema = optax.ema(DECAY, debias=True)
-    kept = found = ema.init(eqx.filter(models[0], eqx.is_inexact_array))
+    kept = actual = ema.init(eqx.filter(models[0], eqx.is_inexact_array))
     with jax.numpy_dtype_promotion("standard"):
         for model in models:
-            found, kept = ema.update(eqx.filter(model, eqx.is_inexact_array), kept)
-    for got, want in zip(arrays(state.averaged_model), arrays(found), strict=True):
+            actual, kept = ema.update(eqx.filter(model, eqx.is_inexact_array), kept)
+    for got, want in zip(arrays(state.averaged_model), arrays(actual), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -193,8 +193,8 @@ def test_average_counts_in_the_plan_and_the_dry_run():
     ]
     without, with_average = (plan.report.totals for plan in plans)
     assert with_average.other.bytes - without.other.bytes == without.parameters.bytes + 4
-    given = (lambda key: make_model(), loss_fn, batch_of(8), optax.sgd(0.1))
-    dry = rc.dry_run(*given, target="cpu:2", mesh={"fsdp": 2}, average=0.9)
+    args = (lambda key: make_model(), loss_fn, batch_of(8), optax.sgd(0.1))
+    dry = rc.dry_run(*args, target="cpu:2", mesh={"fsdp": 2}, average=0.9)
     assert dry.memory["other"] >= dry.memory["parameters"]
 
 

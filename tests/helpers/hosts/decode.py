@@ -26,7 +26,7 @@ predicted = rc.predict_examples(
     batch_size=4,
     mesh=mesh,
 )
-found = {
+actual = {
     "generated": np.asarray(generated).tolist(),
     "streamed": np.array(streamed).T.tolist(),
     "predicted": [x.tolist() for x in predicted],
@@ -34,9 +34,9 @@ found = {
 try:
     rc.generate(model, prompts + jax.process_index(), max_new_tokens=5)
 except ValueError as error:
-    found["differing"] = str(error)
+    actual["differing"] = str(error)
 try:
     rc.generate(model, prompts, max_new_tokens=5, repetition_penalty=1.5 + jax.process_index())
 except ValueError as error:
-    found["other option"] = str(error)
-print("RESULT " + json.dumps(found), flush=True)
+    actual["other option"] = str(error)
+print("RESULT " + json.dumps(actual), flush=True)

@@ -25,7 +25,7 @@ try:
     )
 except ValueError as error:
     refused = str(error)
-found = {
+actual = {
     "w": np.asarray(state.model["w"]).tolist(),
     "loss": rc.evaluate(state.model, GRAPHS, loss_fn=loss_fn, **run)["loss"],
     "outputs": [float(x) for x in outputs],
@@ -54,4 +54,4 @@ keyed = rc.predict_examples(
 labels = np.array([graph["label"] for graph in GRAPHS]).view(np.uint32)
 expected = jax.vmap(jax.random.uniform)(jax.vmap(jax.random.key)(labels))
 np.testing.assert_allclose(keyed, expected)
-print("RESULT " + json.dumps(found), flush=True)
+print("RESULT " + json.dumps(actual), flush=True)

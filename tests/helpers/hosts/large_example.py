@@ -63,5 +63,5 @@ rc.fit(
     mesh=mesh,
     log=quiet(lambda metrics, step: losses.append(float(metrics["loss"]))),
 )
-found = {"process": jax.process_index(), "read": sorted(read), "losses": losses}
-print("RESULT " + json.dumps(found), flush=True)
+actual = {"process": jax.process_index(), "read": sorted(read), "losses": losses}
+print("RESULT " + json.dumps(actual), flush=True)

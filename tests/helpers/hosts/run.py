@@ -136,7 +136,7 @@ def decode(path):
 
 predict = {**common, "predict_fn": predict_fn, "output_fn": lambda p: p.tolist()}
 with rc.stop_on_signal(mesh=mesh):  # also where a signal stopped the run
-    found = {
+    actual = {
         "process": jax.process_index(),
         "step": int(state.step),
         "metrics": metrics,
@@ -148,4 +148,4 @@ with rc.stop_on_signal(mesh=mesh):  # also where a signal stopped the run
             for x in asked.get("gather", [])
         },
     }
-print("RESULT " + json.dumps(found), flush=True)
+print("RESULT " + json.dumps(actual), flush=True)

@@ -70,5 +70,5 @@ state = rc.fit(
     checkpoints=rc.Checkpoints(asked["directory"], every=2, keep=3),
     log=quiet(lambda values, step: metrics.append((step, values["loss"], values["sum"]))),
 )
-found = {"process": jax.process_index(), "metrics": metrics, "read": read}
-print("RESULT " + json.dumps(found), flush=True)
+actual = {"process": jax.process_index(), "metrics": metrics, "read": read}
+print("RESULT " + json.dumps(actual), flush=True)

@@ -108,6 +108,15 @@ model = eqx.nn.MLP(8, 8, 32, depth=2, key=jax.random.key(0))
 predict = lambda x: jax.vmap(model)(x)
 """
 
+LOOKAHEAD = """
+import equinox as eqx, jax, jax.numpy as jnp, optax
+import redcoast as rc
+
+key, batch = jax.random.key(0), jnp.ones((8, 4))
+create = lambda key: eqx.nn.Linear(4, 2, key=key)
+loss_fn = lambda model, batch, key: jnp.mean(jax.vmap(model.fast)(batch) ** 2)
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
@@ -139,6 +148,7 @@ FRAGMENTS = (
     Fragment("launchers.md", "kind: JobSet", elsewhere="tests/launchers/jobs_recipes.py"),
     Fragment("hosts.md", "kind: Job", elsewhere="tests/launchers/jobs_recipes.py"),
     Fragment("training.md", "jax_compilation_cache_dir", setup="import jax"),
+    Fragment("troubleshooting.md", "optax.lookahead", LOOKAHEAD),
     Fragment("howto/hugging_face.md", "load_dataset", elsewhere="Hugging Face's hub"),
     Fragment("howto/hugging_face.md", "AutoTokenizer", CHAT, needs=("transformers",)),
     Fragment("howto/serving.md", "OpenAI(", elsewhere="tests/serve/test_server.py"),

@@ -59,7 +59,7 @@ def collectives(monkeypatch):
     """The kinds of collectives in the compiled step of an experiment with a loop of its own."""
     kinds = ("all-gather", "all-to-all", "collective-permute", "all-reduce")
 
-    def found(experiment, config):
+    def sent(experiment, config):
         text = ""
 
         def run_learner(c, run, step, state, shardings, **options):
@@ -72,4 +72,4 @@ def collectives(monkeypatch):
             experiment.main(config)
         return [kind for kind in kinds if f" {kind}" in text]
 
-    return actual
+    return sent

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, mesh_of, real_mesh, train_state
 
 import redcoast as rc
-from redcoast.sharding.solver._hardware import DEFAULT_MEMORY
-from redcoast.sharding.solver._memory_estimate import FILLED
+from redcoast.sharding.solver._hardware import DEFAULT_MEMORY, FILLED
 
 
 def plan_of(fn, model, batch, shape=(1, 1, 8), **options):

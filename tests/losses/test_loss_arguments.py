@@ -23,8 +23,10 @@ REAL = jnp.ones((4, 6), bool)
 NAMES = ("chosen", "rejected", "reference_chosen", "reference_rejected")
 
 
-@pytest.mark.parametrize("vocab", [1, 1009])
-@pytest.mark.parametrize("chunk", [1, 3, 11, 1000])
+@pytest.mark.parametrize("vocab", [pytest.param(1, marks=pytest.mark.thorough), 1009])
+@pytest.mark.parametrize(
+    "chunk", [3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 11, 1000))]
+)
 def test_chunks_of_odd_sizes_have_the_loss_and_gradients_of_optax_in_float64(vocab, chunk):
     with jax.enable_x64(True):
         hidden = jax.random.normal(jax.random.key(0), (3, 11, 6), jnp.float64)

@@ -29,7 +29,7 @@ Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
 
 
-LARGEST = 2**31 - 1  # integer
+LARGEST = 2**31 - 1  # of 32 bits
 
 
 @dataclass(frozen=True)

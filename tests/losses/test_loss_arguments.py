@@ -79,6 +79,8 @@ def test_odds_of_a_probability_that_is_rounded_to_1_have_their_limit():
         np.testing.assert_allclose(gradient(x), [-1 - 0.5 * odds], rtol=1e-5)
     of_rejected = jax.grad(lambda rejected: losses.orpo(rejected - 1, rejected))
     assert jnp.isfinite(of_rejected(jnp.zeros(1))).all()
+    # The odds of an impossible answer are zero, and so is the loss of the ratio.
+    np.testing.assert_allclose(losses.orpo(jnp.array([-1.0]), jnp.array([-jnp.inf])), 1)
 
 
 def test_losses_of_no_tokens_are_0_with_a_mask_and_refused_without():

@@ -89,6 +89,7 @@ OTHERS = {
     "another order": lambda x, batch: x[own()[::-1], batch["one"]],
     "shifted": lambda x, batch: x[own() + 1, batch["one"]],
     "fewer": lambda x, batch: x[jnp.arange(FEW)[:, None], batch["one"][:FEW, None]],
+    "rounded": lambda x, batch: x[own().astype(bool).astype(jnp.int32), batch["one"]],
     "computed": lambda x, batch: x[batch["one"], batch["one"]],
 }
 

@@ -535,6 +535,24 @@ def test_an_own_optimizer_is_called_as_a_loop_by_hand_would(from_state):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_an_own_update_gets_no_argument_twice_and_none_that_it_has_refused():
+    """Their names are those of extra arguments; and a wrapped update asks for what it refuses."""
+
+    def plain(grad, value, params):
+        return jax.tree.map(jnp.negative, grad), value
+
+    own = optax.GradientTransformation(lambda params: (), plain)
+    state, _ = stepper(own)(start(own), BATCH)
+    assert state.step == 1
+
+    def wrapped(grads, state, params):
+        raise ValueError("obj_fn must be provided")
+
+    asking = optax.GradientTransformation(lambda params: (), wrapped)
+    with pytest.raises((TypeError, ValueError), match="obj_fn must be provided"):
+        eqx.filter_eval_shape(stepper(asking), start(asking), BATCH)
+
+
 def test_a_type_error_in_the_loss_is_not_attributed_to_the_optimizer():
     """A similar error in the user's code is not changed."""
 
@@ -707,6 +725,7 @@ def test_an_optimizer_state_of_other_leaves_raises():
         (lambda l: (l, {"time": l}), ValueError, "in each line of a log"),
         (lambda l: (l, l), TypeError, "dict of scalar"),
         (lambda l: (l, {"parts": {"a": l}}), TypeError, "each number in it a name.*parts/first"),
+        (lambda l: (l, {"parts": {"a": l, "b": "x"}}), TypeError, r"aux\['parts'\] of type dict"),
         (lambda l: (l, {}, 1, 2), ValueError, "tuple of length 4"),
         (lambda l: (l, {}, "model"), ValueError, "different structure"),
     ],

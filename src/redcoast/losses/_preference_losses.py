@@ -328,7 +328,9 @@ def _log_complement(log_probs: Float[Array, " pairs"]) -> Float[Array, " pairs"]
     # A probability that is rounded to 1 is taken as one below it, and has the gradient there, since
     # the logarithm of 0 has none.
     largest = -jnp.finfo(log_probs.dtype).eps
-    log_probs += jax.lax.stop_gradient(jnp.minimum(log_probs, largest) - log_probs)
+    # Zero is added elsewhere, also to the logarithm of 0.
+    excess = jnp.where(log_probs > largest, log_probs - largest, 0)
+    log_probs -= jax.lax.stop_gradient(excess)
     near = log_probs > -np.log(2)  # probabilities above one half
     # Each branch gets an argument that it is finite for, so that gradients are finite too.
     small = jnp.log(-jnp.expm1(jnp.where(near, log_probs, -1)))

@@ -205,11 +205,11 @@ def _check_aux(aux: object, model: PyTree) -> None:
             hint = ""
             leaves = jax.tree.leaves(value)
             has_arrays = any(map(eqx.is_array, leaves))
-            only_numbers = has_arrays and all(jnp.ndim(x) == 0 for x in leaves)
+            are_numbers = [eqx.is_array_like(x) and jnp.ndim(x) == 0 for x in leaves]
             # A dict of arrays may be a state too, such as Flax's `mutable` collections.
             if returns_state(value) or (isinstance(value, dict) and has_arrays):
                 hint = f" {how_to_return(value)}"
-            if only_numbers and not layer_states((model, value)):
+            if has_arrays and all(are_numbers) and not layer_states((model, value)):
                 hint = f" Give each number in it a name, such as `{name}/first`."
             raise TypeError(
                 f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "

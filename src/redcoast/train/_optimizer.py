@@ -111,7 +111,8 @@ def call_update(
                 refused.append(match[1])
                 continue
             missing = re.search(r"(\w+) must be provided", str(error))
-            if missing and missing[1] in on_demand and missing[1] not in extras:
+            tried = (*extras, *refused)
+            if missing and missing[1] in on_demand and missing[1] not in tried:
                 extras[missing[1]] = on_demand[missing[1]]
                 continue
             _check_opt_state(optimizer, opt_state, params, error)
@@ -136,8 +137,13 @@ def _named_by(update: Callable[..., PyTree], extras: Mapping[str, PyTree]) -> di
 
     Optax would call it without any, and a user's function that a loop calls by hand may have some.
     """
-    parameters = inspect.signature(update).parameters
-    return {name: value for name, value in extras.items() if name in parameters}
+    try:
+        parameters = inspect.signature(update).parameters
+    except ValueError:  # functions implemented in C may have no signature
+        return {}
+    # The first three are the gradient, the state and the parameters, whatever their names.
+    names = list(parameters)[3:]
+    return {name: value for name, value in extras.items() if name in names}
 
 
 def constant_hyperparameters(opt_state: PyTree) -> dict[str, float]:

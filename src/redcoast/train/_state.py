@@ -259,6 +259,9 @@ def create_split(
     places = jax.tree.leaves(shardings)
     flat_create = jax.jit(flat, out_shardings=places)
     with auto_ambient_mesh():
+        if is_debugged() and jax.process_count() == 1:
+            created = call_debugged(flat_create, arrays)
+            return join(created, statics[-1])
         traced = flat_create.trace(arrays)
         mesh = places[0].mesh
         if jax.process_count() > 1:

@@ -11,6 +11,7 @@ from math import prod
 from operator import index
 from typing import SupportsIndex
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxtyping import PyTree
@@ -22,6 +23,7 @@ from ...core._control_flow import (
     open_jaxpr,
     replace_parameters,
 )
+from ...core._jaxpr import struct_of
 from ..operations import Atom, shape_of
 
 
@@ -97,6 +99,8 @@ class _Known:
             return
         if x.dtype == bool and not x.any():
             self.never.add(var)
+        if x.dtype.kind not in "iu":
+            return
         for d, places in enumerate(np.indices(x.shape, sparse=True)):
             if np.array_equal(x, np.broadcast_to(places, x.shape)):
                 self.counted[var] = d
@@ -105,9 +109,11 @@ class _Known:
         """Adds what follows from an equation of those that `jnp.arange` and indexing consist of."""
         name, params = equation.primitive.name, equation.params
         if name == "iota":
-            self.counted[equation.outvars[0]] = index(params["dimension"])
+            self._add(equation.outvars[0], index(params["dimension"]))
         elif name == "concatenate":
             self.joins[equation.outvars[0]] = equation
+        elif params.get("dimensions") is not None:
+            return  # a reshape that also transposes
         elif name in ("broadcast_in_dim", "convert_element_type", "reshape"):
             targets = params.get("broadcast_dimensions")
             self._add_counted(equation.invars[0], equation.outvars[0], targets)
@@ -142,6 +148,13 @@ class _Known:
         elif before != after:
             return
         if after[d] == size:
+            self._add(result, d)
+
+    def _add(self, result: Var, d: int) -> None:
+        struct = struct_of(result)
+        is_integer = jnp.issubdtype(struct.dtype, jnp.integer)
+        # In other dtypes, large numbers wrap around or are rounded.
+        if is_integer and struct.shape[d] - 1 <= jnp.iinfo(struct.dtype).max:
             self.counted[result] = d
 
 
@@ -156,6 +169,10 @@ def _batched(equation: JaxprEqn, known: _Known) -> list[JaxprEqn]:
     join, numbers = known.joins[indices], equation.params["dimension_numbers"]
     # In this order for lookups and for writes.
     windows, removed, indexed, batched, batched_of_indices = numbers
+    coordinates = len(shape_of(indices)) - 1  # their dimension
+    is_of_coordinates = index(join.params["dimension"]) == coordinates
+    if not is_of_coordinates or any(shape_of(part)[-1] != 1 for part in join.invars):
+        return [equation]
     if len(join.invars) != len(indexed):
         return [equation]
     # The dimensions of the operand and of the indices that count the same rows.
@@ -163,7 +180,7 @@ def _batched(equation: JaxprEqn, known: _Known) -> list[JaxprEqn]:
     others: dict[int, Atom] = {}
     for d, part in zip(map(index, indexed), join.invars, strict=True):
         along = known.dim(part)
-        is_free = along not in rows.values() and d in removed
+        is_free = along not in (coordinates, *rows.values()) and d in removed
         if along is not None and is_free and shape_of(part)[along] == shape_of(operand)[d]:
             rows[d] = along
         else:

@@ -541,14 +541,15 @@ def test_an_own_update_gets_no_argument_twice_and_none_that_it_has_refused():
     def plain(grad, value, params):
         return jax.tree.map(jnp.negative, grad), value
 
-    own = optax.GradientTransformation(lambda params: (), plain)
+    make: Any = optax.GradientTransformation
+    own = make(lambda params: (), plain)
     state, _ = stepper(own)(start(own), BATCH)
     assert state.step == 1
 
     def wrapped(grads, state, params):
         raise ValueError("obj_fn must be provided")
 
-    asking = optax.GradientTransformation(lambda params: (), wrapped)
+    asking = make(lambda params: (), wrapped)
     with pytest.raises((TypeError, ValueError), match="obj_fn must be provided"):
         eqx.filter_eval_shape(stepper(asking), start(asking), BATCH)
 

@@ -217,17 +217,21 @@ def prices_of(c: DryRunCommand) -> float | dict[str, float] | None:
     """The number of --price, or its numbers by chip or target."""
     if c.price is None:
         return None
+    wrong = f"--price is {c.price!r}. It must be a number, or numbers such as h100=2.5,v5e=1.2."
+    prices: dict[str, float] = {}
     try:
         if "=" not in c.price:
             return float(c.price)
-        settings = [setting.rpartition("=") for setting in c.price.split(",")]
-        prices = {name.strip().lower(): float(value) for name, _, value in settings}
+        for setting in c.price.split(","):
+            name, _, value = setting.rpartition("=")
+            name = name.strip().lower()
+            if name in prices:
+                refuse(f"--price must have one price for each name, but is {c.price}.")
+            prices[name] = float(value)
     except ValueError:
-        prices, settings = {}, []
-    if len(prices) < len(settings):
-        refuse(f"--price must have one price for each name, but is {c.price}.")
-    if not prices or "" in prices:
-        refuse(f"--price is {c.price!r}. It must be a number, or numbers such as h100=2.5,v5e=1.2.")
+        refuse(wrong)
+    if "" in prices:
+        refuse(wrong)
     return prices
 
 

@@ -30,9 +30,10 @@ def guarded_update(
     """
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(grads, opt_state)
     old, structure = jax.tree.flatten(opt_state)
-    same = jax.tree.structure(shapes[1]) == structure
+    new, new_structure = jax.tree.flatten(shapes[1])
     # A selection would broadcast arrays of other shapes.
-    if not same or list(map(jnp.shape, old)) != list(map(jnp.shape, jax.tree.leaves(shapes[1]))):
+    has_same_shapes = list(map(jnp.shape, new)) == list(map(jnp.shape, old))
+    if new_structure != structure or not has_same_shapes:
         raise ValueError(
             "Each update of `optimizer` must return a state with the structure and the shapes of "
             f"the one before, but the new state {differences(opt_state, shapes[1])}. Create all of "

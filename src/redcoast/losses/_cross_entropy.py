@@ -97,8 +97,9 @@ def chunked_cross_entropy(
 
     **Raises:**
 
-    `ValueError` if the shapes do not match, if `targets` are not integers, or if `chunk` is less
-    than 1.
+    `ValueError` if the shapes do not match, if `targets` are not integers, if `chunk` is less than
+    1, or if `unembed` returns no logits of the hidden states; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -147,8 +148,9 @@ def token_log_probabilities(
 
     **Raises:**
 
-    `ValueError` if the shapes do not match, if `tokens` are not integers, or if `chunk` is less
-    than 1.
+    `ValueError` if the shapes do not match, if `tokens` are not integers, if `chunk` is less than
+    1, or if `unembed` returns no logits of the hidden states; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -297,7 +299,8 @@ def pairwise_sigmoid(logits: Float[Array, "images texts"]) -> Float[Array, ""]:
 
     **Raises:**
 
-    `ValueError` if there are not as many images as texts.
+    `ValueError` if there are not as many images as texts; `TypeError` if an argument has another
+    type.
 
     !!! Example
 

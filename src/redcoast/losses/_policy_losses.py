@@ -65,7 +65,8 @@ def grpo(
 
     **Raises:**
 
-    `ValueError` if the shapes do not match or an option is out of range.
+    `ValueError` if the shapes do not match or an option is out of range; `TypeError` if an argument
+    has another type.
 
     !!! Example
 
@@ -113,7 +114,8 @@ def dr_grpo(
 
     **Raises:**
 
-    `ValueError` if the shapes do not match or an option is out of range.
+    `ValueError` if the shapes do not match or an option is out of range; `TypeError` if an argument
+    has another type.
 
     !!! Example
 
@@ -159,7 +161,8 @@ def dapo(
 
     **Raises:**
 
-    `ValueError` if the shapes do not match or an option is out of range.
+    `ValueError` if the shapes do not match or an option is out of range; `TypeError` if an argument
+    has another type.
 
     !!! Example
 
@@ -197,7 +200,8 @@ def grpo_advantages(
 
     **Raises:**
 
-    `ValueError` if there are fewer than two answers to each prompt.
+    `ValueError` if there are fewer than two answers to each prompt; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -230,7 +234,8 @@ def rloo_advantages(rewards: Rewards) -> Float[Array, "groups samples"]:
 
     **Raises:**
 
-    `ValueError` if there are fewer than two answers to each prompt.
+    `ValueError` if there are fewer than two answers to each prompt; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -272,7 +277,8 @@ def kl_estimate(
 
     **Raises:**
 
-    `ValueError` if the shapes differ or there is no such estimator.
+    `ValueError` if the shapes differ or there is no such estimator; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -334,7 +340,7 @@ def reverse_kl(
 
     **Raises:**
 
-    `ValueError` if the shapes do not match.
+    `ValueError` if the shapes do not match; `TypeError` if an argument has another type.
 
     !!! Example
 

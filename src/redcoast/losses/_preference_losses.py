@@ -47,7 +47,8 @@ def dpo(
 
     **Raises:**
 
-    `ValueError` if the shapes differ or an option is out of range.
+    `ValueError` if the shapes differ or an option is out of range; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -102,7 +103,8 @@ def ipo(
 
     **Raises:**
 
-    `ValueError` if the shapes differ or `beta` is not positive.
+    `ValueError` if the shapes differ or `beta` is not positive; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -158,7 +160,8 @@ def kto(
 
     **Raises:**
 
-    `ValueError` if the shapes differ or an option is out of range.
+    `ValueError` if the shapes differ or an option is out of range; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -214,7 +217,8 @@ def orpo(
 
     **Raises:**
 
-    `ValueError` if the shapes differ or `weight` is negative.
+    `ValueError` if the shapes differ or `weight` is negative; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -256,7 +260,8 @@ def simpo(
 
     **Raises:**
 
-    `ValueError` if the shapes differ or an option is out of range.
+    `ValueError` if the shapes differ or an option is out of range; `TypeError` if an argument has
+    another type.
 
     !!! Example
 
@@ -290,7 +295,7 @@ def bradley_terry(
 
     **Raises:**
 
-    `ValueError` if the shapes differ.
+    `ValueError` if the shapes differ; `TypeError` if an argument has another type.
 
     !!! Example
 

@@ -116,27 +116,31 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
 
 def write_options(directory: Path, config: Any) -> None:
     """Writes the options of a run, also of a resumed one, whose options may have been changed. If
-    it then takes no step, such as because they do not fit its checkpoint, they are what they
-    were."""
-    file, metrics = directory / "config.json", directory / "metrics.jsonl"
+    it then logs and saves nothing, such as because they do not fit its checkpoint, they are what
+    they were."""
+    file = directory / "config.json"
     if file.exists():
-        before, size = file.read_text("utf-8"), size_of(metrics)
+        options_before, results_before = file.read_text("utf-8"), results_of(directory)
 
         def restore() -> None:
             with contextlib.suppress(OSError):  # the directory may have been removed
-                if size_of(metrics) == size:
-                    file.write_text(before, "utf-8")
+                if results_of(directory) == results_before:
+                    file.write_text(options_before, "utf-8")
 
         atexit.register(restore)
     options = {"script": script_of(type(config)).stem, **asdict(config)}
     file.write_text(json.dumps(options, default=str, indent=2), "utf-8")
 
 
-def size_of(file: Path) -> int:
-    """The number of bytes of a file, 0 if there is none."""
-    if not file.exists():
-        return 0
-    return file.stat().st_size
+def results_of(directory: Path) -> tuple[int, set[str]]:
+    """The size of a run's metrics in bytes, and the names of its checkpoints."""
+    metrics, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
+    logged, saved = 0, set[str]()
+    if metrics.exists():
+        logged = metrics.stat().st_size
+    if checkpoints.exists():
+        saved.update(path.name for path in checkpoints.iterdir())
+    return logged, saved
 
 
 def broadcast_text(text: str) -> str:

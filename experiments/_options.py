@@ -180,7 +180,10 @@ def refuse_value(name: str, value: Any, limits: list[Any]) -> None:
     if allowed is None:
         return
     if not value >= allowed.least:  # NaN is not either
-        refuse(f"{name} must be at least {allowed.least}, but is {value}.")
+        words = f"at least {allowed.least}"
+        if 0 < allowed.least < 1:
+            words = "more than 0"
+        refuse(f"{name} must be {words}, but is {value}.")
     if value > allowed.most:
         refuse(f"{name} must be at most {allowed.most:,}, but is {value:,}.")
 

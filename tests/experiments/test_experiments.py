@@ -132,7 +132,7 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
     ("name", "passed", "words"),
     [
         ("language_modeling", ["--batch-size", "0"], "--batch-size must be at least 1, but is 0"),
-        ("language_modeling", ["--learning-rate", "nan"], "--learning-rate must be at least 1e-30"),
+        ("language_modeling", ["--learning-rate", "nan"], "--learning-rate must be more than 0"),
         ("language_modeling", ["--learning-rate", "inf"], "--learning-rate must be at most 1e+30"),
         ("language_modeling", ["--seed", "-1"], "--seed must be at least 0, but is -1"),
         ("language_modeling", ["--seed", str(2**70)], "--seed must be at most 4,294,967,295"),
@@ -206,9 +206,11 @@ def test_a_run_whose_options_are_damaged_or_of_another_program(
         script("_options").parse(script("language_modeling").Config, "", again)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_options_of_a_resumed_run_that_takes_no_step_are_those_of_before(
-    script, tmp_path, monkeypatch, steps
+@pytest.mark.parametrize(
+    ("written", "width"), [("", 16), ("metrics.jsonl", 8), ("checkpoints/9", 8)]
+)
+def test_options_of_a_resumed_run_without_results_are_those_of_before(
+    script, tmp_path, monkeypatch, written, width
 ):
     """With a width that does not fit the checkpoint, the run could not be resumed any more."""
     common, config = script("_common"), script("evolution").Config
@@ -216,10 +218,12 @@ def test_options_of_a_resumed_run_that_takes_no_step_are_those_of_before(
     monkeypatch.setattr(common.atexit, "register", at_exit.append)
     common.write_options(tmp_path, config(width=16))
     common.write_options(tmp_path, config(width=8))
-    (tmp_path / "metrics.jsonl").write_text("{}\n" * steps)
+    (tmp_path / "checkpoints").mkdir()
+    if written:
+        (tmp_path / written).write_text("{}\n")
     (restore,) = at_exit
     restore()
-    assert json.loads((tmp_path / "config.json").read_text())["width"] == [16, 8][steps]
+    assert json.loads((tmp_path / "config.json").read_text())["width"] == width
 
 
 def test_options_that_do_not_fit_a_checkpoint_are_refused(script, refused, monkeypatch):

@@ -1,8 +1,8 @@
-"""Writes lookups in rows that are addressed by their own numbers as batches of lookups.
+"""Rewrites lookups and writes that index rows by `jnp.arange` as batched ones.
 
 `x[jnp.arange(len(x)), labels]` looks up one element in each row, as `jax.vmap` of a lookup does.
-XLA does not know of such numbers that each row stays on its device: it gathers what is written into
-rows, and sums what is read from them. Of a batch, it does.
+XLA does not infer that each device needs its own rows only: it gathers what is written into rows,
+and sums what is read from them. With batching dimensions, it communicates nothing.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from ..operations import Atom, shape_of
 
 
 def batch_own_rows(program: AnyJaxpr) -> AnyJaxpr:
-    """A program in which such lookups and writes are batches; without any, the program itself."""
+    """A program in which such lookups and writes are batched; without any, the program itself."""
     return _rewrite(program, {})
 
 

@@ -197,9 +197,11 @@ class _OverBatch:
             return
         if rule.writes is None or not rule.sums:
             return
-        value, (operand, indices, added) = summed.value, summed.source[-1].invars
+        value = summed.value
+        operand, indices, added = summed.source[-1].invars
         devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
-        size, of_added = value.bytes * summed.times / others, atom_bytes(added) / others
+        size = value.bytes * summed.times / others
+        of_added = atom_bytes(added) / others
         if atom_bytes(added) < atom_bytes(operand):
             # All rows that are added are gathered, with their indices. Their cotangents are looked
             # up among all rows.
@@ -298,15 +300,17 @@ class _OverBatch:
         XLA alone, for rows of a batch, sums the cotangent of each lookup over devices. If less is
         looked up than there is, it sums what each device finds, and gathers cotangents and indices.
         """
-        value, (table, indices, *_) = summed.value, summed.source[-1].invars
+        value = summed.value
+        table, indices, *_ = summed.source[-1].invars
         devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
-        size, sent = atom_bytes(table) * summed.times / others, 0.0
         if value.bytes < atom_bytes(table) and not self.batch.splits_examples:
             of_result = value.bytes / others
             sent = all_reduce(devices, of_result)
             sent += value.grad * all_gather(devices, of_result + atom_bytes(indices))
             sent *= summed.times
             return PlannedCollective("by index", sent, value.dims, summed.source)
+        size = atom_bytes(table) * summed.times / others
+        sent = 0.0
         if is_first:
             sent += all_gather(devices, size)
         if value.grad and (is_first or not self.batch.splits_examples):

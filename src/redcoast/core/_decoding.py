@@ -13,7 +13,7 @@ from ._errors import check_kind, check_number, wrong_type
 from ._frames import hide_frames_of_init
 
 _SAMPLING = ("top_k", "top_p", "min_p")
-_SMALLEST = 1e-30
+_SMALLEST, _LARGEST = 1e-30, 1e30
 UNSAMPLED: dict[str, float | None] = {"temperature": 0.0, **dict.fromkeys(_SAMPLING)}
 
 
@@ -154,10 +154,10 @@ def _check_numbers(d: Decoding) -> None:
         if value is not None or name not in _SAMPLING:
             check_number(name, value)
     # Logits are divided in float32, in which smaller numbers would be 0 and larger ones infinite.
-    if d.temperature != 0 and not _SMALLEST <= d.temperature <= 1 / _SMALLEST:
+    if d.temperature != 0 and not _SMALLEST <= d.temperature <= _LARGEST:
         raise ValueError(
             f"`temperature` is {d.temperature}. It must be positive, from {_SMALLEST} to "
-            f"{1 / _SMALLEST}, or 0 for greedy decoding."
+            f"{_LARGEST}, or 0 for greedy decoding."
         )
     for name in ("top_p", "min_p"):
         value = getattr(d, name)
@@ -167,10 +167,10 @@ def _check_numbers(d: Decoding) -> None:
             )
     if not math.isfinite(d.length_penalty):
         raise ValueError(f"`length_penalty` is {d.length_penalty}. It must be a finite number.")
-    if not _SMALLEST <= d.repetition_penalty <= 1 / _SMALLEST:
+    if not _SMALLEST <= d.repetition_penalty <= _LARGEST:
         raise ValueError(
             f"`repetition_penalty` is {d.repetition_penalty}. It must be positive, from "
-            f"{_SMALLEST} to {1 / _SMALLEST}; 1 penalises nothing."
+            f"{_SMALLEST} to {_LARGEST}; 1 penalises nothing."
         )
     if d.early_stopping not in (True, False, "never"):
         raise ValueError(

@@ -90,6 +90,7 @@ def with_halo(x: jax.Array, window: SplitWindow, outside: float = 0) -> jax.Arra
         return [piece for cut, piece in pieces.items() if begin <= cut < end]
 
     def received(rows: list[jax.Array], distance: int) -> jax.Array:
+        # (from, to): nobody sends to the devices at an edge, which receive zeros.
         pairs = [(i, i + distance) for i in range(count) if 0 <= i + distance < count]
         edge = jax.lax.ppermute(jnp.concatenate(rows, axis=d), window.axes, pairs)
         if outside:
@@ -110,5 +111,6 @@ def with_halo(x: jax.Array, window: SplitWindow, outside: float = 0) -> jax.Arra
     y = jnp.concatenate(in_order, axis=d)
     if not window.step:
         return y
+    # With a negative step, the last device begins at 0 and the first one furthest on.
     begin = at * window.step - min(0, window.step * (count - 1))
     return jax.lax.dynamic_slice_in_dim(y, begin, window.length, axis=d)

@@ -80,6 +80,7 @@ def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, by: _Replaced
 ) -> tuple[Arrays, Arrays]:
     equation = by.equation
+    # `by.run` traces a function of arrays, so that symbolic zeros are left out and put back.
     moving = list(map(_is_nonzero, tangents))
     count = len(primals)
     is_moving: list[bool] = []  # of the results
@@ -88,7 +89,7 @@ def _jvp(
         push = ad.primitive_jvps[equation.primitive]
         all_tangents = replace_chosen(tangents, moving, inputs[count:])
         results, pushed = push(inputs[:count], all_tangents, **equation.params)
-        is_moving[:] = map(_is_nonzero, pushed)
+        is_moving[:] = map(_is_nonzero, pushed)  # known once the rule is traced
         return [*results, *filter(_is_nonzero, pushed)]
 
     arrays = by.run(rule, *primals, *itertools.compress(tangents, moving))
@@ -100,6 +101,7 @@ def _jvp(
 def _transpose(cotangents: Sequence[Any], *inputs: Any, by: _Replaced) -> Arrays:
     equation = by.equation
     used = list(map(_is_nonzero, cotangents))
+    # The operands that the primitive is linear in have no values here.
     known = [not ad.is_undefined_primal(x) for x in inputs]
     is_array: list[bool] = []  # of the cotangents of the operands
 

@@ -65,6 +65,7 @@ class StoredArrays:
         if isinstance(atom, Literal):
             return x
         if atom in self.stored:
+            # Later uses share the constraint: XLA gathers the array once for all of them.
             self.env[atom] = self.shardings.constrain(self.env[atom], self.scope.values[atom])
             self.stored.discard(atom)
             self.gathered.add(atom)
@@ -178,5 +179,6 @@ def spec_of_layers(spec: P | None, rank: int, new_rank: int) -> P | None:
     """The spec of a layer, or of another stack, that is taken from a stack of layers."""
     if spec is None or any(spec[:1]):
         return None
+    # A spec may be shorter than the rank: dimensions that it lacks are not sharded.
     layer = [*spec[1:], *[None] * (rank - max(1, len(spec)))]
     return P(*[None] * (new_rank - len(layer)), *layer)

@@ -443,6 +443,7 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
             raise
         problem = str(error)
     if problem:
+        # Another version may have files of other names.
         with contextlib.suppress(OSError, ValueError):
             form = read_json(path / METADATA / METADATA).get("format")
             if type(form) is int and form > FORMAT:
@@ -580,6 +581,7 @@ def _check_match(
             f"{path} was saved with another model or optimizer. {differences} Build both as they "
             "were, or choose another directory to start a new run."
         )
+    # Often a model is to be loaded, and the checkpoint has a whole state.
     parts = sorted({names[0] for names in saved})
     part = next((x for x in parts if all((x, *names) in saved for names in wanted)), None)
     remedy = (
@@ -623,6 +625,7 @@ def _differences(wanted: dict[Names, ArrayLike], saved: dict[Names, Described], 
     differences: list[str] = []
     for names in sorted(wanted):
         ours, theirs = _stored(wanted[names]), saved[names]
+        # Machines with another order of bytes have the same values.
         own, other_dtype = (np.dtype(x.dtype).newbyteorder("=") for x in (ours, theirs))
         if tuple(ours.shape) != tuple(theirs.shape) or own != other_dtype:
             differences.append(

@@ -163,7 +163,7 @@ def call_on_auto_axes(fn: Callable[..., PyTree], out_spec: OutSpec, *args: PyTre
 
     def flat(arrays: list[PyTree]) -> list[PyTree]:
         results, rest = split(fn(*join(arrays, static)))
-        outputs[:] = [rest]
+        outputs[:] = [rest]  # of the last trace, which is the one that runs
         return results
 
     # Traced once more before, because `auto_axes` needs the shardings of the results.

@@ -118,6 +118,7 @@ class Decoding:
 def as_tuple(tokens: int | Sequence[int], name: str = "eos") -> tuple[int, ...]:
     """Returns the token ids of an option that may have one or several."""
     several = (tokens,)
+    # Arrays of NumPy have a length, and are no `Sequence`.
     if hasattr(tokens, "__len__"):
         several = tokens
     return tuple(as_integer(name, token) for token in several)  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]

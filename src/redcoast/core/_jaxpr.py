@@ -133,6 +133,7 @@ def evaluate_equations(
         # A result that nothing uses is deleted after the equation that computes it.
         indices.update(dict.fromkeys(variables((*equation.invars, *equation.outvars)), index))
     last: dict[int, list[Var]] = {}
+    # What is returned is kept to the end.
     for var in indices.keys() - set(variables(outvars)):
         last.setdefault(indices[var], []).append(var)
 
@@ -198,6 +199,7 @@ def multiply_adds(equation: JaxprEqn) -> int | None:
         case "dot_general":
             (contracted, _), _ = params["dimension_numbers"]
             left = _shape(equation.invars[0])
+            # Each element of the result is a sum over the contracted dimensions.
             return prod(_shape(equation.outvars[0])) * prod(left[d] for d in contracted)
         case "ragged_dot_general":
             # Each row belongs to one group, whichever dimension the groups are along.

@@ -129,6 +129,7 @@ _REMEDIES = {
 
 def remedy_for(name: str, arguments: Sequence[str]) -> str | None:
     """Returns what to pass instead of an argument that a function with these arguments lacks."""
+    # A word such as `metric` stands for different arguments of different functions.
     for needed, (remedy, others) in _REMEDIES.items():
         if set(needed.split()) <= set(arguments) and name in others.split():
             return remedy

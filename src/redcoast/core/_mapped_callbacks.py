@@ -41,6 +41,7 @@ def independent_levels(equation: JaxprEqn) -> int:
 @ft.cache
 def mark_mapped_callbacks() -> None:
     """Makes `jax.vmap` mark the functions that it calls once for all elements."""
+    # The primitive has no public name. A trace shows it, without a call of `abs`.
     probe = jax.make_jaxpr(lambda x: jax.pure_callback(abs, x, x))(1.0)
     primitive = probe.eqns[0].primitive
     rule = rules_for_vmap[primitive]

@@ -39,6 +39,7 @@ class Static:
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Static)
+            # Both hashes are known already, and comparing the leaves takes long.
             and hash(self) == hash(other)
             and (self.structure, self.leaves) == (other.structure, other.leaves)
         )

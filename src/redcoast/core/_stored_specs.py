@@ -51,6 +51,7 @@ class StoredSpecs:
         for number, (whole, of_shape, spec) in enumerate(candidates):
             if of_shape == shape and whole[len(whole) - len(path) :] == path:
                 sharded = len(spec) - list(spec).count(None)  # dimensions
+                # No two numbers are equal, so that specs, which have no order, are not compared.
                 matching.append((-sharded, len(whole), number, spec))
         if not matching:
             return None

@@ -32,6 +32,7 @@ def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTre
         if described is None:
             raise
         raise described from error
+    # A part that a filter selects may have integers, and states that the loss updates itself.
     mask = jax.tree.map(
         lambda x: not is_layer_state(x) and eqx.is_inexact_array(x),
         selected,
@@ -184,6 +185,7 @@ def _part(model: PyTree, select: Callable[[PyTree], PyTree], chosen: PyTree) -> 
         of_apart = []
     candidates = ((apart, of_apart), (leaves, jax.tree.leaves(chosen)))
     for leaves_of_model, leaves_of_part in candidates:
+        # Arrays that the function computed, such as slices, are no part of the model.
         ids = set(map(id, leaves_of_part))
         if ids and ids <= set(map(id, leaves_of_model)):
             return structure.unflatten([id(x) in ids for x in leaves_of_model])
@@ -236,6 +238,7 @@ def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
     parts: set[KeyPath] = set()  # all places in the model, leaves and what holds them
     lacking: list[str] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(model):
+        # A filter at any of these decides about the leaf.
         prefixes = [path[:length] for length in range(len(path) + 1)]
         parts.update(prefixes)
         if filters.keys().isdisjoint(prefixes):

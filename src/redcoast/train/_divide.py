@@ -44,6 +44,7 @@ class StoredMatrices:
     def unstacked(self, matrices: Array) -> Array:
         """The inverse of `stacked`, for other values."""
         order = self.layout.order
+        # The places of the dimensions in the order, by dimension.
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return matrices.reshape([self.array.shape[d] for d in order]).transpose(inverse)
 
@@ -158,6 +159,7 @@ def _compute_stacked(
         stacks.append(jnp.concatenate([matrices.stacked() for matrices in arrays]))
     computed = fn(shared, *stacks)
     results: list[list[Array]] = []
+    # A stack has the matrices of the members one after the other.
     first = 0
     for member in members:
         last = first + member[0].layout.count
@@ -239,6 +241,7 @@ def _exchange(
         computed = fn(shared, *stacks)
         results: list[list[Array]] = [[] for _ in members]
         for number, stack in zip(like, computed, strict=True):
+            # The results go back to the devices that store the arrays.
             rounds = _split_rounds(stack, bundles, last_rounds)
             for bundle, matrices in zip(bundles, rounds, strict=True):
                 stored = from_owners(matrices, bundle.layouts[number], bundle.place, sizes)

@@ -64,8 +64,14 @@ class MatrixLayout:
         return tuple(size // size_of(axes, mesh) for size, axes in pairs)
 
 
+def sizes_along(axes: Iterable[str], mesh: Mapping[str, int]) -> list[int]:
+    """The number of devices along each of the axes."""
+    return [mesh[axis] for axis in axes]
+
+
 def size_of(axes: Iterable[str], mesh: Mapping[str, int]) -> int:
-    return prod(mesh[axis] for axis in axes)
+    """The number of devices along all of the axes."""
+    return prod(sizes_along(axes, mesh))
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def to_owners(x: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[
     part_axes = [axis for axis in axes if axis in layout.matrix_axes]
     x = _in_rounds(x, place, size_of(axes, mesh))
     rounds = x.shape[0]
-    x = x.reshape(rounds, *(mesh[axis] for axis in axes), *sizes)
+    x = x.reshape(rounds, *sizes_along(axes, mesh), *sizes)
     # Of what is replicated, this device takes what it computes with.
     dim = 1
     for axis in axes:
@@ -133,7 +139,7 @@ def to_owners(x: Array, layout: MatrixLayout, place: MatrixPlace, mesh: Mapping[
         x = x.reshape(rounds, size_of(part_axes, mesh), *sizes)
         x = jax.lax.all_to_all(x, tuple(part_axes), 1, 1, tiled=True)
     # (rounds, the devices that sent a part, along each axis, the sizes of a part)
-    x = x.reshape(rounds, *(mesh[axis] for axis in part_axes), *sizes)
+    x = x.reshape(rounds, *sizes_along(part_axes, mesh), *sizes)
     x = x.transpose(_order_of_parts(layout, part_axes))
     return x.reshape(rounds, *layout.shape)
 
@@ -152,18 +158,21 @@ def from_owners(
     rounds = y.shape[0]
     split: list[int] = []
     for size, of_dimension in zip(sizes, layout.axes, strict=True):
-        split += [mesh[axis] for axis in of_dimension]
+        split += sizes_along(of_dimension, mesh)
         split.append(size)
     order = _order_of_parts(layout, part_axes)
+    # The places of the dimensions in the order, by dimension.
     inverse = sorted(range(len(order)), key=order.__getitem__)
+    # (rounds, the devices that receive a part, along each axis, the sizes of a part)
     y = y.reshape(rounds, *split).transpose(inverse)
     if part_axes:
         y = y.reshape(rounds, size_of(part_axes, mesh), *sizes)
         y = jax.lax.all_to_all(y, tuple(part_axes), 1, 1, tiled=True)
-    y = y.reshape(rounds, *(mesh[axis] for axis in part_axes), *sizes)
+    y = y.reshape(rounds, *sizes_along(part_axes, mesh), *sizes)
     if replicated:
+        # (the devices along each replicated axis, rounds, those along the others, sizes)
         y = jax.lax.all_gather(y, tuple(replicated))
-        y = y.reshape(*(mesh[axis] for axis in replicated), rounds, *y.shape[2:])
+        y = y.reshape(*sizes_along(replicated, mesh), rounds, *y.shape[2:])
     # The device of a matrix, along each axis in the order of the mesh, follows its round.
     order = [len(replicated)]
     for axis in axes:

@@ -174,6 +174,7 @@ def _find_loop(jaxpr: Jaxpr, of_state: Mapping[Var, Array]) -> _Loop | None:
         sizes[x.shape[0]] += x.size
     if not sizes:
         return None
+    # One loop has one length: that of the stacks with the most elements.
     layers = max(sizes, key=sizes.__getitem__)
     stacked = {var for var, x in of_state.items() if x.shape[0] == layers}
     chosen: dict[int, JaxprEqn] = {}

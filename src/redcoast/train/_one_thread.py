@@ -92,8 +92,11 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[_Updates]]:
     if len(whole.results) <= READY or not _is_small([*whole.operands, *whole.results]):
         return jaxpr.eqns, []
     updates: list[_Updates] = []
-    for part in _pack(_union_of_connected([masks[id(x)] for x in own])):
-        updates.append(_Updates([x for x in own if masks[id(x)] & part], jaxpr.outvars))
+    # What computes the same results stays together, since calls do not read each other's values.
+    connected = _union_of_connected([masks[id(x)] for x in own])
+    for part in _pack(connected):
+        equations = [x for x in own if masks[id(x)] & part]
+        updates.append(_Updates(equations, jaxpr.outvars))
     others = [x for x in jaxpr.eqns if id(x) not in masks or id(x) in before]
     return others, updates
 

@@ -158,13 +158,24 @@ def test_an_epoch_that_does_not_end_is_said(monkeypatch, caplog):
         while True:
             yield from EXAMPLES
 
+    class EndlessDataset:
+        """Such as one of TensorFlow: it has a method for its length, which is not known."""
+
+        def __len__(self):
+            raise TypeError("The dataset is infinite.")
+
+        def __iter__(self):
+            return endless()
+
     read(WithLength(), epochs=2)
     read(endless, steps=4)
     assert not caplog.text
-    data = rc.batches(endless, index_of, batch_size=4, key=KEY, epochs=1, workers=0)
-    for _ in range(9):
-        next(data)
-    assert caplog.text.count("has given 6 items in its first epoch, which has not ended") == 1
+    for source in (endless, EndlessDataset()):
+        caplog.clear()
+        data = rc.batches(source, index_of, batch_size=4, key=KEY, epochs=1, workers=0)
+        for _ in range(9):
+            next(data)
+        assert caplog.text.count("has given 6 items in its first epoch, which has not ended") == 1
 
     class Repeated(Iterable):
         """What Grain's `repeat()` makes."""

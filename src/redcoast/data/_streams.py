@@ -53,6 +53,15 @@ def is_iterator(examples: object) -> TypeGuard[Iterator[PyTree]]:
     return hasattr(examples, "__next__")
 
 
+def _has_length(source: object) -> bool:
+    """Whether a source says how many examples it has."""
+    try:
+        len(source)  # pyright: ignore[reportArgumentType]
+    except (TypeError, NotImplementedError):  # an endless dataset of TensorFlow has a method for it
+        return False
+    return True
+
+
 class Stream:
     """An iterator over examples, whose state can be saved.
 
@@ -340,7 +349,7 @@ class RepeatedStream(_ReadAhead):
                 f"`{self._name}({self._reading})` is of type {type(source).__name__}. It must be "
                 "an iterable over examples, or have a length and an index."
             )
-        self._has_length = hasattr(source, "__len__")
+        self._has_length = _has_length(source)
         if state_methods(source) is not None and not is_iterator(source):
             with contextlib.suppress(Exception):  # some objects refuse to be copied
                 source = copy.copy(source)  # it keeps the restored state

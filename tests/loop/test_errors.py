@@ -520,3 +520,28 @@ def test_pmap_in_a_loss_gives_the_same_loss(axis):
     evaluate = lambda loss_fn: rc.evaluate(make_model(), EXAMPLES[:8], loss_fn=loss_fn, **options)
     mapped = evaluate(loss_of(lambda fn: jax.pmap(fn, **axis)))
     assert mapped["loss"] == pytest.approx(evaluate(loss_of(jax.vmap))["loss"], rel=1e-6)
+
+
+def test_an_error_of_equinox_in_a_compiled_function_is_its_message_alone():
+    """As `eqx.filter_jit` raises it. JAX's has pages, which end in advice to use `filter_jit`."""
+    message = "The loss is too large:\nlower the rate."
+
+    def checked(model, batch, key):
+        loss, _ = loss_fn(model, batch, key)
+        return eqx.error_if(loss, loss < limit, message)
+
+    def predict_checked(model, batch, key):
+        return eqx.error_if(predict_fn(model, batch, key), batch["x"][0, 0] < limit, message)
+
+    options = {"collate_fn": collate_fn, "batch_size": 8, "mesh": rc.make_mesh(**ONE)}
+    limit = 1e9
+    with pytest.raises(eqx.EquinoxRuntimeError) as error:
+        fit(loss_fn=checked)
+    assert str(error.value) == message
+    assert notes(error.value) == "Raised by step 1."
+    with pytest.raises(eqx.EquinoxRuntimeError, match="lower the rate.$"):
+        rc.evaluate(make_model(), EXAMPLES, loss_fn=checked, **options)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="lower the rate.$"):
+        rc.predict_examples(make_model(), EXAMPLES, predict_fn=predict_checked, **options)
+    limit = -1e9
+    assert fit(loss_fn=checked).step == 16

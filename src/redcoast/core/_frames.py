@@ -50,6 +50,8 @@ _SHARED = tuple(f"{_MODELS}{name}.py" for name in ("_basic", "_einsum", "_scan_l
 # Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _LONGEST = 10_000  # letters of a message
+# Equinox's message in an error of JAX: that of the user, empty lines, and advice below a line.
+_OF_CHECK = re.compile(r"_EquinoxRuntimeError: (?P<message>.*?)\n\s*-{20}", re.DOTALL)
 _NOTE_OF_JAX = "JAX has removed its internal frames"
 _LEAKED = (
     "A compiled function cannot keep what it computes in a list, a dict or an attribute, where a "
@@ -138,9 +140,29 @@ def hide_frames(fn: Fn) -> Fn:
             tidy(error, called=fn)
             if explained is not None:
                 raise explained from error
+            checked = _error_of_check(error)
+            if checked is not None:
+                raise checked from None
             raise  # without arguments, which adds no frame
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _error_of_check(error: Exception) -> Exception | None:
+    """The error that `eqx.error_if` raised in a compiled program, as `eqx.filter_jit` shows it.
+
+    JAX's own has the traceback of the runtime, and Equinox's advice to use `eqx.filter_jit`.
+    """
+    failed = None
+    # JAX raises the one or the other, as it waits for a program or has called it.
+    if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        failed = _OF_CHECK.search(str(error))
+    if failed is None:
+        return None
+    checked = eqx.EquinoxRuntimeError(failed["message"].strip())
+    for note in getattr(error, "__notes__", []):
+        checked.add_note(note)
+    return checked
 
 
 def _comes_from_signal(error: BaseException) -> bool:

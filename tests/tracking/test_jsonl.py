@@ -74,6 +74,19 @@ def test_reopening_a_complete_file_adds_no_empty_line(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+def test_a_logger_is_used_again_after_it_was_closed(tmp_path, monkeypatch):
+    """As for a second run, after `fit` has closed the loggers of the first."""
+    monkeypatch.chdir(tmp_path)
+    log = jsonl_logger("metrics.jsonl")
+    log({"loss": 1.0}, 1)
+    log.close()
+    monkeypatch.chdir("/")
+    log({"loss": 2.0}, 2)
+    log.close()
+    log.close()
+    assert [entry["loss"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
+
+
 def test_sorts_by_step_and_skips_invalid_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 10}\n[1]\n{"loss": 1}\n\xff\xfe{\n\n{"step": 9}\n')

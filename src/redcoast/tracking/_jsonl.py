@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from ..core._errors import local_path
+from ..core._errors import absolute_path, local_path
 from ..core._frames import hide_frames
 from ..core._read_json import JSONObject, open_regular
 
@@ -26,9 +26,13 @@ class JsonlLogger:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._warned = path, False
+        self._open()
+
+    def _open(self) -> None:
         # Unbuffered: each line is one write, so nothing that was logged is lost by a kill.
-        self._file = path.open("ab+", buffering=0)
-        self._cut = self._warned = False  # whether the last line is incomplete
+        self._file = self._path.open("ab+", buffering=0)
+        self._cut = False  # whether the last line is incomplete
         size = self._file.seek(0, 2)  # its end
         if size > 0:
             self._file.seek(size - 1)
@@ -36,9 +40,12 @@ class JsonlLogger:
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
         line = _encode({"step": step, "time": round(time.time(), 3), **metrics})
-        # A line that was cut off is ended first, so that only it is lost.
-        data = b"\n" * self._cut + line.encode() + b"\n"
         try:
+            # At the end of an earlier run.
+            if self._file.closed:
+                self._open()
+            # A line that was cut off is ended first, so that only it is lost.
+            data = b"\n" * self._cut + line.encode() + b"\n"
             written = self._file.write(data)
         except OSError as error:
             self._warn(step, str(error))
@@ -85,10 +92,10 @@ def jsonl_logger(path: str | PathLike[str]) -> JsonlLogger:
         ```python
         log = rc.jsonl_logger("runs/lm/metrics.jsonl")
         log({"loss": 2.5}, 1)
-        log.close()  # `fit` does so at the end of a run
+        log.close()  # `fit` does so at the end of a run; the next call opens the file again
         ```
     """
-    return JsonlLogger(local_path("path", path))
+    return JsonlLogger(absolute_path("path", path))
 
 
 @hide_frames

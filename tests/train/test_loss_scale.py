@@ -213,6 +213,33 @@ def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
     assert int(saved["loss_scale"]["skipped"]) == int(scale_of(whole).skipped)
 
 
+@pytest.mark.thorough
+def test_a_run_resumed_with_float16_or_without_says_what_to_pass(tmp_path):
+    """Both ways out work: the precision that the run had, and its state in another directory."""
+
+    def train(model, steps, directory, compute_dtype):
+        return fit_quietly(
+            model,
+            optax.sgd(0.1),
+            make_examples(16),
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=8,
+            steps=steps,
+            checkpoints=directory,
+            compute_dtype=compute_dtype,
+        )
+
+    for name, before, after in (("on", None, "float16"), ("off", "float16", None)):
+        directory = tmp_path / name
+        state = train(make_model(), 1, directory, before)
+        with pytest.raises(rc.CheckpointMismatch, match="compute_dtype"):
+            train(make_model(), 2, directory, after)
+        loaded = rc.load_checkpoint(directory / "checkpoints" / "1", state)
+        assert int(train(loaded, 2, tmp_path / f"other_{name}", after).step) == 2
+        assert int(train(make_model(), 2, directory, before).step) == 2
+
+
 def test_states_of_other_dtypes_have_no_scale():
     make = ft.partial(rc.init_state, lambda key: make_model(), optax.sgd(0.1), key=KEY)
     paths = lambda **options: [

@@ -577,6 +577,7 @@ def _check_match(
         return
     if resuming:
         _refuse_other_average(path, wanted, saved)
+        _refuse_other_loss_scale(path, wanted, saved)
         raise CheckpointMismatch(
             f"{path} was saved with another model or optimizer. {differences} Build both as they "
             "were, or choose another directory to start a new run."
@@ -610,6 +611,26 @@ def _refuse_other_average(
             f"{path} was saved with an average of the weights, and this run has none. Pass "
             "`average`; or load the state with `load_checkpoint`, replace its `average` by `None`, "
             "and pass it to `fit` with another directory."
+        )
+
+
+def _refuse_other_loss_scale(
+    path: Path, wanted: dict[Names, ArrayLike], saved: dict[Names, Described]
+) -> None:
+    """Raises `CheckpointMismatch` if only one of the run and its checkpoint has a loss scale."""
+    is_wanted = any(names[0] == "loss_scale" for names in wanted)
+    is_saved = any(names[0] == "loss_scale" for names in saved)
+    if is_wanted and not is_saved:
+        raise CheckpointMismatch(
+            f"{path} was saved without a loss scale, and this run has one, because it computes in "
+            "float16. Pass the `compute_dtype` that the run was started with; or load the state "
+            "with `load_checkpoint`, and pass it to `fit` with another directory."
+        )
+    if is_saved and not is_wanted:
+        raise CheckpointMismatch(
+            f"{path} was saved with a loss scale, because the run computed in float16, and this "
+            'run has none. Pass `compute_dtype="float16"`; or load the state with '
+            "`load_checkpoint`, and pass it to `fit` with another directory."
         )
 
 

@@ -105,6 +105,43 @@ def test_they_are_refused_wherever_arrays_of_numpy_come_in(call, words):
         call()
 
 
+class Tensor:
+    """Such as one of PyTorch or TensorFlow, which is compared element by element."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype)
+
+    def __eq__(self, other):
+        return self.array == np.asarray(other)
+
+    def __hash__(self):
+        return id(self)
+
+
+TENSORS = {
+    "train_step": lambda batch: rc.train_step(
+        step_of(init_fn(KEY))[0], batch, loss_fn=loss_fn, optimizer=SGD
+    ),
+    "predict": lambda batch: rc.predict(init_fn(KEY), batch, predict_fn=predict_fn),
+    "a compiled step": take_step,
+    "prepare": lambda batch: rc.prepare(init_fn, SGD, loss_fn, batch, key=KEY),
+    "a model": lambda batch: rc.evaluate(
+        init_fn(KEY) | {"x": batch["x"]}, X, loss_fn=loss_fn, **LOOP
+    ),
+}
+
+
+@pytest.mark.parametrize("call", TENSORS.values(), ids=TENSORS)
+def test_tensors_in_loops_of_users_are_refused_by_name(call):
+    """Only `fit`, `evaluate` and `predict_examples` convert them, with the examples. A compiled
+    step took them for constants, and raised an error about their truth value."""
+    with pytest.raises(TypeError, match=r"at (0/)?x of .*test_dtypes\.Tensor.*`np\.asarray\(x\)`"):
+        call({"x": Tensor(X[:8])})
+
+
 EXACT = {
     "ends of int32": np.array([-(2**31), 2**31 - 1]),
     "end of uint32": np.array([2**32 - 1], np.uint64),

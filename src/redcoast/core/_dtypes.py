@@ -114,11 +114,17 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
                 f"There is text at {where or root}, and {root} must have arrays alone. Encode text "
                 "with the tokenizer of the model."
             )
-        if not isinstance(x, np.ndarray | np.generic):
-            return x
         what = root
         if where:
             what = f"The array at {where} of {root}"
+        if _is_foreign(x):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}"
+            raise TypeError(
+                f"{what} is of type {kind}, with which JAX does not compute. Pass an array of "
+                "NumPy, such as `np.asarray(x)`."
+            )
+        if not isinstance(x, np.ndarray | np.generic):
+            return x
         check_unmasked(x, what)
         return to_jax_dtype(np.asarray(x), what)
 
@@ -138,9 +144,17 @@ def check_unmasked(x: PyTree, what: str) -> None:
         )
 
 
+def _is_foreign(x: object) -> bool:
+    """Whether this is an array of another library, such as a tensor of PyTorch or TensorFlow."""
+    if isinstance(x, jax.Array | np.ndarray | np.generic | type):
+        return False
+    # JAX asks others than its own and NumPy's for the second method.
+    return hasattr(x, "__array__") and not hasattr(x, "__jax_array__")
+
+
 def _is_jax_leaf(x: object) -> bool:
     if not isinstance(x, str | bytes | np.ndarray | np.generic):
-        return True
+        return not _is_foreign(x)
     if isinstance(x, str | bytes):
         return False
     return is_jax_dtype(x.dtype) and not isinstance(x, np.ma.MaskedArray)

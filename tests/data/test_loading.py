@@ -68,6 +68,28 @@ def test_examples_may_depend_on_the_epoch():
         by_epoch(lambda epoch: [1] * (epoch + 1))[0](1)
 
 
+def test_examples_that_are_added_while_they_are_read_are_said_to_be_left_out(caplog):
+    """Such as those of a replay buffer: the order of an epoch is that of its first examples."""
+    buffer = make_examples(8)
+    key = jax.random.key(0)
+    data = rc.batches(buffer, index_collate, batch_size=4, key=key, steps=6, workers=0)
+    read: set[int] = set()
+    for batch in data:
+        if batch.step == 1:
+            assert not caplog.text
+        buffer.append({"index": 100 + batch.step})
+        read.update(np.asarray(batch.arrays["index"]).tolist())
+    assert read == set(range(8))
+    assert caplog.text.count("had 8 entries when the run began and have 9 now") == 1
+
+    def sample():
+        while True:
+            yield buffer[-1]
+
+    data = rc.batches(sample, index_collate, batch_size=4, key=key, steps=1)
+    assert np.asarray(next(data).arrays["index"]).tolist() == [106] * 4
+
+
 @pytest.mark.parametrize("examples", [[], np.zeros((0, 3)), lambda epoch: []])
 def test_no_examples(examples):
     with pytest.raises(ValueError, match="empty"):

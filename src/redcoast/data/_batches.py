@@ -110,6 +110,7 @@ class Batches:
         self._state: JSONObject = {}
         self._loading: Iterator[tuple[Loaded, Loaded | None, bool]] | None = None
         self._closing = contextlib.ExitStack()
+        self._has_warned_of_added = False
         self._stream_is_ahead = False  # of the last returned batch, since batches were prepared
         self._fingerprint: list[int] | None = None
         self.set_state({"step": 0}, key=key)
@@ -397,6 +398,8 @@ class Batches:
             self._check_complete(loaded.position)
         if length is not None:
             epoch_end = loaded.position // length > state["position"] // length
+            if epoch_end:
+                self._warn_of_added()
         else:
             epoch_end = following is not None and following.epoch > loaded.epoch
         # The state is of what was returned, and not of what threads have prepared since.
@@ -455,6 +458,21 @@ class Batches:
 
     def _seed(self) -> UInt64[np.ndarray, "2"]:
         return np.array(self._state["seed"], np.uint64)
+
+    def _warn_of_added(self) -> None:
+        """Warns, once, of examples that were added to a list while it was read."""
+        assert self.length is not None
+        now = self._examples.count_now()
+        if self._has_warned_of_added or now <= self.length or not is_main():
+            return
+        self._has_warned_of_added = True
+        logger.warning(
+            "`examples` had %d entries when the run began and have %d now, of which the later ones "
+            "are not read: the order of the examples depends on their number. For a replay buffer "
+            "that grows, pass a generator function that samples from it, with `steps`; or call "
+            "`fit` again with the state that it returned, after entries were added.",
+            *(self.length, now),
+        )
 
     def _check_complete(self, position: int) -> None:
         """Raises `RuntimeError` if batches of indexed examples end before the run."""

@@ -56,6 +56,10 @@ class Epochs:
         with self.using(epoch) as examples:
             return examples
 
+    def count_now(self) -> int:
+        """The number of examples, which the user may have changed since."""
+        return len(self._examples)
+
     def using(self, epoch: int) -> AbstractContextManager[Indexed]:
         """Returns the examples of an epoch, which do not change until the context ends."""
         return contextlib.nullcontext(self._examples)

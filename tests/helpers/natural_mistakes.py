@@ -231,6 +231,17 @@ def fit_twice(loss):
     fit(loss)
 
 
+def ruled_by_a_value_outside(model, batch, key):
+    shift = jnp.mean(batch["x"])
+
+    @jax.custom_jvp
+    def shifted_sine(x):
+        return jnp.sin(x + shift)
+
+    shifted_sine.defjvp(lambda x, t: (jnp.sin(x[0] + shift), t[0] * jnp.cos(x[0] + shift)))
+    return shifted_sine(good(model, batch, key))
+
+
 def keeping(kept):
     """A loss that uses what an earlier call of it has computed."""
 
@@ -718,6 +729,11 @@ ROWS = {
         jax.errors.UnexpectedTracerError,
         r"excluding JAX-internal frames were:\n-+\n(\S+natural_mistakes\.py:\S+ \(\S+\)\n)+-.*"
         r"Return it: `loss_fn` may return numbers to log, `\(loss, {\"name\": value}\)`",
+    ),
+    "a derivative that uses a value of the loss": (
+        lambda d: fit(loss_fn=ruled_by_a_value_outside),
+        jax.errors.UnexpectedTracerError,
+        r"the rules of a `jax\.custom_vjp` or `jax\.custom_jvp` cannot use a value of the function",
     ),
     "channels at the end": (
         lambda d: convolved(np.float32, (6, 6, 1)),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import logging
 import os
 import re
 import signal
@@ -545,3 +546,29 @@ def test_an_error_of_equinox_in_a_compiled_function_is_its_message_alone():
         rc.predict_examples(make_model(), EXAMPLES, predict_fn=predict_checked, **options)
     limit = -1e9
     assert fit(loss_fn=checked).step == 16
+
+
+def test_a_run_whose_output_is_closed_goes_on(monkeypatch, tmp_path):
+    """The warning of it goes to Python's last handler, whose stream is closed as well."""
+    logger, handler = logging.getLogger("redcoast"), logging.lastResort
+    assert handler is not None
+    for name in ("stdout", "stderr"):
+        stream = (tmp_path / name).open("w")
+        stream.close()
+        monkeypatch.setattr(sys, name, stream)
+    logger.addHandler(handler)
+    try:
+        state = rc.fit(
+            make_model(),
+            optax.sgd(0.1),
+            EXAMPLES,
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=8,
+            steps=2,
+            log=rc.console_logger(every=0),
+            mesh=rc.make_mesh(**ONE),
+        )
+    finally:
+        logger.removeHandler(handler)
+    assert state.step == 2

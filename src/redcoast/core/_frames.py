@@ -57,9 +57,9 @@ _LEAKED = (
     "A compiled function cannot keep what it computes in a list, a dict or an attribute, where a "
     "later call reads it. Return it: `loss_fn` may return numbers to log, "
     '`(loss, {"name": value})`, and the model with changed state, `(loss, aux, model)`. '
-    "For the same reason, the rules of a `jax.custom_vjp` or `jax.custom_jvp` cannot use a value of "
-    "the function around them: make it an argument of the function that has the rules, and in a "
-    "`custom_vjp` one of its residuals."
+    "For the same reason, the rules of a `jax.custom_vjp` or `jax.custom_jvp` cannot use a value "
+    "of the function around them: make it an argument of the function that has the rules, and in "
+    "a `custom_vjp` one of its residuals."
 )
 # What JAX's messages with these words leave out.
 _NOTES = {

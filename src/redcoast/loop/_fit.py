@@ -214,7 +214,9 @@ def fit(
     )
     checkpointer = Checkpointer(checkpoints)
     printer = Printer(log, checkpointer.directory)
-    printer.introduce()
+    # A warning that output is closed may itself go to a closed stream.
+    with forgiving_output():
+        printer.introduce()
     model_or_state, key = on_auto_axes((model_or_state, key))
     with (
         forgiving_output(),

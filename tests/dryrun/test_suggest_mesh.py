@@ -13,6 +13,7 @@ from processes import run_processes
 
 import redcoast as rc
 from redcoast import CHIPS
+from redcoast.dryrun import _job
 from redcoast.dryrun._devices import (
     Place,
     attached_place,
@@ -328,11 +329,36 @@ def test_meshes_that_an_override_rules_out_are_not_chosen():
         ({"overrides": [("none", None)]}, ValueError, "cannot be run on any mesh.*none"),
         # Of the mesh that needs the least.
         ({"memory": 1000}, ValueError, "On .*'model': 4}: `memory=1,000` is too small"),
+        (
+            {"compiler_options": {"xla_backend_optimization_level": "x"}},
+            ValueError,
+            "^The compiler for cpu refuses xla_backend_optimization_level='x'",
+        ),
+        ({"compiler_options": {"xla_flag": "true"}}, ValueError, "boolean True"),
     ],
 )
 def test_bad_input(changes, error, message):
     with pytest.raises(error, match=message):
         rc.suggest_mesh(*SMALL, **{"target": "cpu:4"} | changes)
+
+
+@pytest.mark.parametrize("command", [rc.suggest_mesh, rc.dry_run])
+def test_unknown_options_of_the_compiler_are_named_once(command, monkeypatch):
+    """The others reach the compiler, for each mesh that is compiled."""
+    reached, compile_step = [], _job.compile_step
+
+    def recorded(*args, compiler_options):
+        reached.append(compiler_options)
+        return compile_step(*args, compiler_options=compiler_options)
+
+    monkeypatch.setattr(_job, "compile_step", recorded)
+    known = {"xla_backend_optimization_level": 0}
+    options = known | {"xla_of_another_version": True}
+    with pytest.warns(UserWarning, match="xla_of_another_version") as warned:
+        command(*WIDE, target="cpu:4", compiler_options=options)
+    assert len(warned) == 1
+    assert reached
+    assert reached == [known] * len(reached)
 
 
 def fit(**options):

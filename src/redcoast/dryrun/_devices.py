@@ -21,6 +21,7 @@ from ..distributed._kv_store import exchange
 from ..distributed._mesh import BATCH_AXES, make_mesh
 from ..sharding import Hardware
 from ..sharding.solver._hardware import hardware_for, hardware_of, scatters_over_fsdp
+from ..train._compiler_options import Option, check_compiler_options, compiler_options_for
 from ._chips import SHARE, Chip
 from ._links import axis_bandwidths
 from ._roofline import peak
@@ -156,6 +157,14 @@ class Place:
 
     def mesh(self, sizes: Mapping[str, int]) -> Mesh:
         return make_mesh(**sizes, devices=self.devices)
+
+    def known_options(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
+        """The options that the compiler knows, or the defaults if there are none.
+
+        A warning names those that it does not know, once for all meshes that are compiled.
+        """
+        check_compiler_options(options)
+        return dict(compiler_options_for(self.mesh({}), options))
 
 
 def place_of(target: TargetDevices) -> Place:

@@ -104,19 +104,19 @@ def dry_run(
         print(rc.dry_run(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:4"))
         ```
     """
-    make = ft.partial(
-        make_job,
-        loss_fn=loss_fn,
-        batch=batch,
-        optimizer=optimizer,
-        overrides=overrides,
-        trainable=trainable,
-        average=average,
-        compiler_options=compiler_options,
-        memory=memory,
-    )
     place, init_fn = target_place(target), as_init_fn(init_fn)
     with without_ambient_mesh(), compiling_for(place.device):
+        make = ft.partial(
+            make_job,
+            loss_fn=loss_fn,
+            batch=batch,
+            optimizer=optimizer,
+            overrides=overrides,
+            trainable=trainable,
+            average=average,
+            compiler_options=place.known_options(compiler_options),
+            memory=memory,
+        )
         job = make(init_fn, accumulate=accumulate, compute_dtype=compute_dtype)
         sizes, meshes = mesh, list[Mapping[str, int]]()
         if isinstance(mesh, Mesh):

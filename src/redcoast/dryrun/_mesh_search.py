@@ -29,6 +29,7 @@ from ..sharding.constrain._function import Unconstrained
 from ..sharding.program._shared_programs import sharing_programs
 from ..sharding.solver._hardware import FILLED
 from ..sharding.tree._overrides import Override
+from ..train._compiler_options import Option
 from ..train._loss import LossFn
 from ._compile_job import compile_job, show_sizes
 from ._devices import Place, attached_place, planner_hardware, target_hardware, target_place
@@ -56,6 +57,7 @@ def suggest_mesh(
     trainable: PyTree = eqx.is_inexact_array,
     average: int | float | None = None,
     memory: int | float | Literal["auto"] | None = None,
+    compiler_options: Mapping[str, Option] | None = None,
 ) -> MeshSuggestion:
     """Finds the mesh on which a training step is fastest, among those on which it fits.
 
@@ -82,6 +84,7 @@ def suggest_mesh(
     - `memory`: as for [`redcoast.dry_run`][]: on meshes on which the step does not fit, the
         backward pass recomputes the least that suffices, which counts as arithmetic.
     - `overrides`: as for [`redcoast.infer_shardings`][].
+    - `compiler_options`: as for [`redcoast.compile_step`][], for the meshes that are compiled.
 
     **Returns:**
 
@@ -111,6 +114,10 @@ def suggest_mesh(
     """
     check_integer("compiled", compiled)
     with without_ambient_mesh():
+        if target is None:
+            place = attached_place()
+        else:
+            place = target_place(target)
         job = make_job(
             *(as_init_fn(init_fn), loss_fn, batch, optimizer),
             accumulate=accumulate,
@@ -119,11 +126,8 @@ def suggest_mesh(
             trainable=trainable,
             average=average,
             memory=memory,
+            compiler_options=place.known_options(compiler_options),
         )
-        if target is None:
-            place = attached_place()
-        else:
-            place = target_place(target)
         return suggest(job, place, compiled)
 
 

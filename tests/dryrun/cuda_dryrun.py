@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -21,6 +22,7 @@ from redcoast import CHIPS
 from redcoast.core._target import compiling_for, target_of
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._target_name import parse_target
+from redcoast.losses import cross_entropy
 
 KEY = jax.random.key(0)
 CARDS = [chip.name for chip in CHIPS.values() if chip.kind == "gpu"]
@@ -80,6 +82,7 @@ import jax
 {first}
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._target_name import parse_target
+from redcoast.losses import cross_entropy
 print(place_of(parse_target("h100:2x8")).compiler, jax.devices()[0].platform)
 """
 
@@ -109,6 +112,27 @@ def test_the_gradient_of_a_tied_table_is_summed_once():
 
 def test_what_uses_of_a_tied_table_send_is_planned():
     check_uses("a100-40gb:2")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_are_reduce_scattered_to_the_parts_that_are_updated(dtype):
+    """Also those of the first and of the last array, which no layer's loop has."""
+    model = {
+        "embed": jax.ShapeDtypeStruct((1024, 256), dtype),
+        "head": jax.ShapeDtypeStruct((256, 1024), dtype),
+    }
+
+    def loss_fn(model, tokens, key):
+        logits = jnp.tanh(model["embed"][tokens]) @ model["head"]
+        return cross_entropy(logits, tokens)
+
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    mesh = {"data": 8}
+    run = rc.dry_run(model, loss_fn, tokens, optax.adamw(1e-3), target="h100:8", mesh=mesh)
+    program = run.plan.report.program
+    assert program is not None
+    planned = sum(line.bytes for line in program.traffic)
+    assert run.sent_bytes == pytest.approx(planned, rel=0.01)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import functools as ft
+import re
 
 import equinox as eqx
 import jax
@@ -75,6 +76,15 @@ def test_an_update_in_parts_equals_that_of_one_device(name, accumulate):
     of_state = {spec for path, spec in specs.items() if path.startswith("opt_state")}
     assert of_state <= {P("data"), P(None, "data")}
     assert of_state
+
+
+def test_the_norm_of_the_gradients_reads_parts():
+    """The compiler for GPUs all-reduces a gradient that anything reads as a whole, and sends twice
+    as much."""
+    plan, state, step = planned(ADAM, rc.make_mesh(data=8))
+    text = rc.compile_step(step, plan.shardings).lower(state, ROWS).compile().as_text()
+    squares = re.findall(r'= f32\[([\d,]+)\]\S* multiply\(.*square"', text)
+    assert set(squares) == {"64,16", "16,64", "128"}
 
 
 @pytest.mark.thorough

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._axis_types import is_explicit
 from ._pytree import is_none
+from ._tracing import traced_mesh
 
 Shape = tuple[int, ...]
 Arrays = tuple[tuple[KeyPath, Shape, PartitionSpec], ...]
@@ -94,3 +95,22 @@ def spec_of(path: KeyPath, array: Array) -> PartitionSpec | None:
     if specs is None:
         return None
     return specs.of(path, array.shape)
+
+
+def divided_as_stored(tree: PyTree) -> PyTree:
+    """Arrays in the parts in which a step's state has those whose paths end like theirs.
+
+    Arrays of which that is not known stay as they are.
+    """
+    mesh = traced_mesh()
+    # Inside of `jax.shard_map`, devices have arrays of their own.
+    if mesh is None or AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        return tree
+
+    def divide(path: KeyPath, x: Array) -> Array:
+        spec = spec_of(path, x)
+        if spec is None or not any(spec):
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(divide, tree)

@@ -14,6 +14,7 @@ from ..core._donation import refuse_deleted
 from ..core._errors import check_functions, check_integer, check_kind, check_optimizer, noting
 from ..core._frames import hide_frames
 from ..core._pytree import map_where
+from ..core._stored_specs import divided_as_stored
 from ..core._target import target
 from ..core._trainable import partition_trainable
 from ._host_memory import update_on_device, where_they_were
@@ -126,6 +127,8 @@ def train_step(
         loss, grads = scale.unscale((loss, grads))
     # For complex leaves, the descent direction is the negative conjugate of JAX's gradient.
     grads = map_where(jnp.iscomplexobj, jnp.conj, grads)
+    # XLA reduce-scatters a gradient only if all that reads it, as the norm does, reads parts.
+    grads = divided_as_stored(grads)
     grad_norm = global_norm(grads)
     # The norm is finite only if all gradients are.
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

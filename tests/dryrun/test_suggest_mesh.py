@@ -295,7 +295,9 @@ def test_gradients_over_a_whole_slice_of_v4_are_priced_as_all_reduces():
     place = replace(target_place("cpu:8"), target=parse_target("v4:2x2x2"))
     whole = rc.make_mesh(data=1, fsdp=8, devices=place.devices)
     part = rc.make_mesh(data=2, fsdp=4, devices=place.devices)
+    copies = rc.make_mesh(data=8, devices=place.devices)
     assert not planner_hardware(place, whole).scatters
+    assert not planner_hardware(place, copies).scatters
     assert planner_hardware(place, part).scatters
     flat = replace(place, target=parse_target("v5e:2x4"))
     assert planner_hardware(flat, whole).scatters

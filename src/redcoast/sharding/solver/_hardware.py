@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -98,14 +98,19 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
     coordinates = zip(*(device.coords for device in mesh.devices.flat), strict=True)
     shape = [len(set(along)) for along in coordinates]
     kind = mesh.devices.flat[0].device_kind
-    scatters = scatters_over_fsdp(kind, shape, mesh.shape.get("fsdp", 1))
+    scatters = scatters_gradients(kind, shape, mesh.shape)
     return dataclasses.replace(hardware, scatters=scatters)
 
 
-def scatters_over_fsdp(device_kind: str, shape: Sequence[int], fsdp: int) -> bool:
-    """Whether gradients are reduce-scattered over `fsdp` in TPU slices of so many chips along each
-    dimension."""
-    is_whole = math.prod(shape) == fsdp
+def scatters_gradients(device_kind: str, shape: Sequence[int], axes: Mapping[str, int]) -> bool:
+    """Whether gradients are reduce-scattered in TPU slices of so many chips along each dimension.
+
+    They are scattered over `fsdp`, or over `data` to the devices that update parts of copies.
+    """
+    shards = axes.get("fsdp", 1)
+    if shards == 1:
+        shards = axes.get("data", 1)
+    is_whole = math.prod(shape) == shards
     has_three_dims = sum(size > 1 for size in shape) == 3
     return not (device_kind in _ALL_REDUCED and is_whole and has_three_dims)
 

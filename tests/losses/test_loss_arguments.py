@@ -113,8 +113,22 @@ LISTS: Any = {"logits": LOGITS.tolist(), "targets": TARGETS.tolist(), "mask": [1
         (losses.cross_entropy, {"logits": TARGETS}, "`logits` must be floating-point numbers"),
         (losses.dpo, {"chosen": [1.0]}, "`chosen` is of type list"),
         (losses.dpo, {"beta": float("inf")}, "`beta` is inf, but must be positive and finite"),
+        (losses.dpo, {"beta": jnp.array(0.0)}, "`beta` is 0.0, but must be positive and finite"),
+        (losses.dpo, {"beta": jnp.ones(4)}, r"`beta` is of type jax.Array. .* of shape \(\) with"),
+        (losses.dpo, {"beta": jnp.array(True)}, "`beta` is of type jax.Array. It must be a number"),
+        (
+            losses.dpo,
+            {"label_smoothing": jnp.array(0.5)},
+            "is 0.5, but must be at least 0 and",
+        ),
+        (
+            losses.grpo_advantages,
+            {"rewards": SUMS, "epsilon": 0},
+            "`epsilon` is 0, but must be",
+        ),
         (losses.grpo_advantages, {"rewards": [[1, 0]]}, "`rewards` is of type list"),
         (losses.grpo, {"mask": [1]}, "`mask` is of type list"),
+        (losses.grpo, {"clip": (jnp.array(1.5), 0.2)}, "`clip` is .*, and at most 1 below"),
         (losses.grpo, {"clip": (0.1, 0.2, 0.3)}, "`clip` has 3 numbers, but must be one number or"),
         (losses.dr_grpo, {"max_tokens": 2.5}, "`max_tokens` is 2.5. It must be an integer"),
         (losses.reverse_kl, {"teacher_logits": [1.0]}, "`teacher_logits` is of type list"),
@@ -148,3 +162,44 @@ def test_wrong_hidden_states_and_chunks_are_named(arguments, says):
     unchecked: Any = inspect.unwrap(losses.chunked_cross_entropy)
     with pytest.raises((TypeError, ValueError), match=says):
         unchecked(**{**right, **arguments})
+
+
+COEFFICIENTS: dict[Any, dict[str, Any]] = {
+    losses.dpo: {"beta": 0.3, "label_smoothing": 0.25},
+    losses.ipo: {"beta": 0.3},
+    losses.orpo: {"weight": 0.3},
+    losses.simpo: {"beta": 0.3, "gamma": 0.5},
+    losses.kto: {"beta": 0.3, "desirable_weight": 2.0, "undesirable_weight": 0.5},
+    losses.grpo: {"clip": 0.25, "kl_weight": 0.5},
+    losses.dapo: {"clip": (0.25, 0.5), "kl_weight": 0.5},
+    losses.dr_grpo: {"kl_weight": 0.5},
+    losses.grpo_advantages: {"epsilon": 0.25},
+}
+
+
+@pytest.mark.parametrize("fn", COEFFICIENTS)
+def test_coefficients_may_be_arrays_that_a_schedule_computes(fn):
+    rest: dict[Any, dict[str, Any]] = {
+        losses.dpo: dict(zip(NAMES, SUMS, strict=True)),
+        losses.ipo: dict(zip(NAMES, SUMS, strict=True)),
+        losses.orpo: dict(zip(NAMES[:2], SUMS, strict=False)),
+        losses.simpo: dict(zip(NAMES[:2], SUMS, strict=False)),
+        losses.kto: {
+            **dict(zip(("answers", "reference_answers"), SUMS, strict=False)),
+            "desirable": SUMS[0] > -5,
+            "unrelated": SUMS[2],
+            "reference_unrelated": SUMS[3],
+        },
+        losses.grpo_advantages: {"rewards": SUMS},
+    }
+    tokens: dict[str, Any] = {"log_probs": PROBS, "old_log_probs": PROBS[::-1], "mask": REAL}
+    tokens |= {"advantages": SUMS[0] + 5, "reference_log_probs": PROBS / 2}
+    if fn is losses.dr_grpo:
+        tokens["max_tokens"] = 6
+    call = ft.partial(fn, **rest.get(fn, tokens))
+    options = COEFFICIENTS[fn]
+    expected = call(**options)
+    arrays = jax.tree.map(jnp.asarray, options)
+    np.testing.assert_allclose(call(**arrays), expected, rtol=1e-6)
+    traced = jax.jit(lambda options: call(**options))
+    np.testing.assert_allclose(traced(arrays), expected, rtol=1e-6)

@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.core import Tracer
+from jaxtyping import Array, PyTree, Real
 
-from ..core._errors import check_kind, check_number
+from ..core._errors import check_kind, check_number, wrong_type
+
+# A coefficient of a loss. An array may be traced, as one that a schedule computes in a step.
+Number = int | float | Real[Array | np.ndarray, ""]
 
 
 def check_arrays(**arrays: object) -> None:
@@ -14,18 +18,34 @@ def check_arrays(**arrays: object) -> None:
         check_kind(name, x, (jax.Array, np.ndarray), "an array of JAX or NumPy")
 
 
-def check_above_zero(**options: int | float) -> None:
-    for name, value in options.items():
+def known_number(name: str, value: PyTree) -> int | float | None:
+    """Returns a coefficient as a number of Python, or None if it is traced.
+
+    Raises `TypeError` if it is neither a number nor an array of one.
+    """
+    if not isinstance(value, jax.Array | np.ndarray):
         check_number(name, value)
-        if not 0 < value < np.inf:  # also for NaN
-            raise ValueError(f"`{name}` is {value}, but must be positive and finite.")
+        return value
+    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    if value.shape != () or not is_real:
+        raise wrong_type(name, value, "a number, or an array of shape () with one")
+    if isinstance(value, Tracer):
+        return None
+    return value.item()
 
 
-def check_not_negative(**options: int | float) -> None:
+def check_above_zero(**options: PyTree) -> None:
     for name, value in options.items():
-        check_number(name, value)
-        if not 0 <= value < np.inf:  # also for NaN
-            raise ValueError(f"`{name}` is {value}, but must be at least 0 and finite.")
+        number = known_number(name, value)
+        if number is not None and not 0 < number < np.inf:  # also for NaN
+            raise ValueError(f"`{name}` is {number}, but must be positive and finite.")
+
+
+def check_not_negative(**options: PyTree) -> None:
+    for name, value in options.items():
+        number = known_number(name, value)
+        if number is not None and not 0 <= number < np.inf:  # also for NaN
+            raise ValueError(f"`{name}` is {number}, but must be at least 0 and finite.")
 
 
 def at_least_float32(x: Array) -> Array:

@@ -12,15 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, PyTree, Real, Shaped
 
-from ..core._errors import check_integer, check_number
-from ._check_values import at_least_float32, check_arrays, check_not_negative
+from ..core._errors import check_integer
+from ._check_values import (
+    Number,
+    at_least_float32,
+    check_above_zero,
+    check_arrays,
+    check_not_negative,
+    known_number,
+)
 from ._cross_entropy import mean_of_tokens
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
 Advantages = Real[Array, " batch"] | Real[Array, "batch seq"]
 Rewards = Shaped[Array | np.ndarray, "groups samples"]
 LARGEST_LOG_RATIO = 30.0  # 1e13
-Clip = int | float | Sequence[int | float]
+Clip = Number | Sequence[Number]
 
 
 def grpo(
@@ -31,7 +38,7 @@ def grpo(
     mask: Mask,
     clip: Clip = 0.2,
     reference_log_probs: Float[Array, "batch seq"] | None = None,
-    kl_weight: int | float = 0.04,
+    kl_weight: Number = 0.04,
     unbiased_kl: bool = False,
 ) -> Float[Array, ""]:
     """Computes the loss of group relative policy optimisation, equation 3 of Shao et al. (2024,
@@ -95,7 +102,7 @@ def dr_grpo(
     max_tokens: int,
     clip: Clip = 0.2,
     reference_log_probs: Float[Array, "batch seq"] | None = None,
-    kl_weight: int | float = 0.04,
+    kl_weight: Number = 0.04,
     unbiased_kl: bool = False,
 ) -> Float[Array, ""]:
     """Computes the loss of Dr. GRPO, section 3.2 of Liu et al. (2025,
@@ -143,7 +150,7 @@ def dapo(
     mask: Mask,
     clip: Clip = (0.2, 0.28),
     reference_log_probs: Float[Array, "batch seq"] | None = None,
-    kl_weight: int | float = 0.04,
+    kl_weight: Number = 0.04,
     unbiased_kl: bool = False,
 ) -> Float[Array, ""]:
     """Computes the loss of DAPO, equation 8 of Yu et al. (2025,
@@ -182,7 +189,7 @@ def dapo(
 
 
 def grpo_advantages(
-    rewards: Rewards, *, scale: bool = True, epsilon: int | float = 1e-4
+    rewards: Rewards, *, scale: bool = True, epsilon: Number = 1e-4
 ) -> Float[Array, "groups samples"]:
     """Computes by how much each answer is better than the mean of its group (section 4.1.2 of Shao
     et al., 2024, <https://arxiv.org/abs/2402.03300>).
@@ -200,8 +207,8 @@ def grpo_advantages(
 
     **Raises:**
 
-    `ValueError` if there are fewer than two answers to each prompt; `TypeError` if an argument has
-    another type.
+    `ValueError` if there are fewer than two answers to each prompt, or if `epsilon` is not
+    positive; `TypeError` if an argument has another type.
 
     !!! Example
 
@@ -212,6 +219,7 @@ def grpo_advantages(
         ```
     """
     rewards = _check_rewards(rewards)
+    check_above_zero(epsilon=epsilon)
     centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)  # (groups, samples)
     if not scale:
         return centred
@@ -381,7 +389,7 @@ def _token_losses(
     advantages: Array,
     mask: PyTree,
     clip: Clip,
-    kl_weight: int | float,
+    kl_weight: Number,
     *,
     unbiased_kl: bool,
 ) -> Float[Array, "batch seq"]:
@@ -437,7 +445,7 @@ def _token_losses(
     return jnp.where(counts, losses, 0)
 
 
-def _clip_bounds(clip: Clip) -> tuple[int | float, int | float]:
+def _clip_bounds(clip: Clip) -> tuple[Number, Number]:
     """By how much a ratio may be below and above 1."""
     # DAPO clips less above, so that unlikely tokens can become likely.
     if isinstance(clip, Sequence):
@@ -446,15 +454,15 @@ def _clip_bounds(clip: Clip) -> tuple[int | float, int | float]:
         bounds = (clip, clip)
     if len(bounds) != 2:
         raise ValueError(f"`clip` has {len(bounds)} numbers, but must be one number or a pair.")
-    for bound in bounds:
-        check_number("clip", bound)
-    below, above = bounds
-    if not (0 < below <= 1 and above > 0):
+    below, above = (known_number("clip", bound) for bound in bounds)
+    is_below_right = below is None or 0 < below <= 1
+    is_above_right = above is None or above > 0
+    if not (is_below_right and is_above_right):
         raise ValueError(
             f"`clip` is {clip}, but must be positive, and at most 1 below: the ratio of two "
             "probabilities is never negative."
         )
-    return below, above
+    return bounds
 
 
 def _check_rewards(rewards: PyTree) -> Float[Array, "groups samples"]:

@@ -9,10 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, PyTree
 
 from ._check_values import (
+    Number,
     at_least_float32,
     check_above_zero,
     check_arrays,
     check_not_negative,
+    known_number,
 )
 
 
@@ -22,8 +24,8 @@ def dpo(
     reference_chosen: Float[Array, " pairs"],
     reference_rejected: Float[Array, " pairs"],
     *,
-    beta: int | float = 0.1,
-    label_smoothing: int | float = 0.0,
+    beta: Number = 0.1,
+    label_smoothing: Number = 0.0,
 ) -> Float[Array, ""]:
     """Computes the loss of direct preference optimisation, equation 7 of Rafailov et al. (2023,
     <https://arxiv.org/abs/2305.18290>).
@@ -64,10 +66,10 @@ def dpo(
         ```
     """
     check_above_zero(beta=beta)
-    check_not_negative(label_smoothing=label_smoothing)
-    if label_smoothing >= 0.5:
+    smoothing = known_number("label_smoothing", label_smoothing)
+    if smoothing is not None and not 0 <= smoothing < 0.5:
         raise ValueError(
-            f"`label_smoothing` is {label_smoothing}, but must be at least 0 and less than 0.5."
+            f"`label_smoothing` is {smoothing}, but must be at least 0 and less than 0.5."
         )
     margins = beta * _margins(chosen, rejected, reference_chosen, reference_rejected)  # (pairs,)
     # The losses if the label is right and if it is wrong, without cancellation.
@@ -81,7 +83,7 @@ def ipo(
     reference_chosen: Float[Array, " pairs"],
     reference_rejected: Float[Array, " pairs"],
     *,
-    beta: int | float = 0.1,
+    beta: Number = 0.1,
 ) -> Float[Array, ""]:
     """Computes the loss of identity preference optimisation, equation 17 of Azar et al. (2023,
     <https://arxiv.org/abs/2310.12036>).
@@ -132,9 +134,9 @@ def kto(
     *,
     unrelated: Float[Array, " others"],
     reference_unrelated: Float[Array, " others"],
-    beta: int | float = 0.1,
-    desirable_weight: int | float = 1.0,
-    undesirable_weight: int | float = 1.0,
+    beta: Number = 0.1,
+    desirable_weight: Number = 1.0,
+    undesirable_weight: Number = 1.0,
 ) -> Float[Array, ""]:
     """Computes the loss of Kahneman-Tversky optimisation, section 4 of Ethayarajh et al. (2024,
     <https://arxiv.org/abs/2402.01306>), for answers that are not in pairs.
@@ -195,7 +197,7 @@ def kto(
 
 
 def orpo(
-    chosen: Float[Array, " pairs"], rejected: Float[Array, " pairs"], *, weight: int | float = 0.1
+    chosen: Float[Array, " pairs"], rejected: Float[Array, " pairs"], *, weight: Number = 0.1
 ) -> Float[Array, ""]:
     """Computes the loss of odds ratio preference optimisation, equations 6 and 7 of Hong et al.
     (2024, <https://arxiv.org/abs/2403.07691>). It needs no reference model.
@@ -239,8 +241,8 @@ def simpo(
     chosen: Float[Array, " pairs"],
     rejected: Float[Array, " pairs"],
     *,
-    beta: int | float = 2.0,
-    gamma: int | float = 1.0,
+    beta: Number = 2.0,
+    gamma: Number = 1.0,
 ) -> Float[Array, ""]:
     """Computes the loss of simple preference optimisation, equation 6 of Meng et al. (2024,
     <https://arxiv.org/abs/2405.14734>). It needs no reference model.

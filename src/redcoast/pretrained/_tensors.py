@@ -177,9 +177,10 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
             else:
                 product *= factor_size
         if size % product or (not unsized and size != product):
+            listed = ", ".join(f"{factor}={sizes[factor]}" for factor in group)
             raise ValueError(
                 f"{tensor} has sizes whose product cannot be {size}, as the array's shape "
-                f"{leaf_shape} requires: { ({f: sizes[f] for f in group}) }."
+                f"{leaf_shape} requires: {listed}."
             )
         sizes |= dict.fromkeys(unsized, size // product)
     complete = {factor: size for factor, size in sizes.items() if size is not None}

@@ -126,15 +126,18 @@ def _named(settings: Settings, languages: Settings, tasks: Settings) -> tuple[li
 
 def _forced(settings: Settings) -> tuple[list[Any], list[str]]:
     """Returns the tokens that the file forces at the first positions."""
+    tokens: list[Any] = []
     try:
-        forced = sorted((position, token) for position, token in settings["forced_decoder_ids"])
+        # Pairs, such as [1, 50259]. The position 0 has `decoder_start`.
+        for position, token in sorted(map(tuple, settings["forced_decoder_ids"])):
+            tokens.append(token)
+            if position != len(tokens):
+                raise ValueError
     except KeyError:
         return [], []
     except _ERRORS:
-        forced = [(0, 0)]
-    if [position for position, _ in forced] != list(range(1, len(forced) + 1)):
         return [], [f"{_show(settings, 'forced_decoder_ids')} and does not begin at 1"]
-    return [token for _, token in forced], []
+    return tokens, []
 
 
 def _show(settings: Settings, name: str) -> str:

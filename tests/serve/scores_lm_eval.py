@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import lm_eval
 import numpy as np
 import pytest
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from paths import EXPERIMENTS
 from processes import start_processes
@@ -150,6 +151,16 @@ def test_answers_in_memory(weights, tasks, mesh, chat):
     ours, actual = in_memory(weights, "legs_answer", tasks, mesh=made(mesh), **options)
     assert actual == expected
     assert ours == theirs
+
+
+def test_an_empty_text_is_continued_after_the_first_token(weights):
+    """Of a tokenizer that adds no token of its own."""
+    model, tokenizer = rc.load_pretrained(weights, dtype=jnp.float32), rc.load_tokenizer(weights)
+    options = {"until": [], "max_gen_toks": 4, "do_sample": False}
+    wrapped = rc.lm_eval_model(model, tokenizer)
+    answers = wrapped.generate_until([Instance("generate_until", {}, ("", options), 0)])
+    new = rc.generate(model, [[256]], max_new_tokens=4)
+    assert answers == [tokenizer.decode(np.asarray(new)[0].tolist())]
 
 
 @pytest.mark.parametrize("context", [None, 24])

@@ -107,7 +107,10 @@ class InMemory(TemplateLM):
         for indices in groups.values():
             options = normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks)
             until = handle_stop_sequences(options.pop("until", None), eos=None)
-            prompts = [self.tok_encode(requests[i].args[0]) for i in indices]
+            prompts = []
+            for i in indices:
+                # Without any token, there would be nothing to continue.
+                prompts.append(self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])
             for i, text in zip(indices, self._answers(prompts, until, options), strict=True):
                 texts[i] = text
         return texts

@@ -77,7 +77,13 @@ class LowRank(AbstractLowRank):
         sides = inputs + outputs
         if self.outputs_first:
             sides = outputs + inputs
-        change = jnp.einsum(f"{stack}{inputs}r,{stack}r{outputs}->{stack}{sides}", a, b)
+        # In full precision: by default, GPUs and TPUs round the factors to fewer bits.
+        change = jnp.einsum(
+            f"{stack}{inputs}r,{stack}r{outputs}->{stack}{sides}",
+            a,
+            b,
+            precision=jax.lax.Precision.HIGHEST,
+        )
         # Added in a wide dtype, and rounded once.
         weight = unquantised(self.weight).astype(change.dtype) + self.scale * change
         return weight.astype(self.dtype)

@@ -81,8 +81,8 @@ def gated_delta_rule(
     chunks_first = jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), inputs)
     state, out = jax.lax.scan(pass_on, state.reshape(shape), chunks_first)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # czgrlp -> zclgrp
-    out = out.reshape(batch, -1, heads, v.shape[-1])[:, :length]
-    return out, state.reshape(batch, heads, size, -1)
+    out = out.reshape(batch, out.shape[1] * chunk, heads, v.shape[-1])[:, :length]
+    return out, state.reshape(batch, heads, size, v.shape[-1])
 
 
 def invert_unit_lower(x: Float[Array, "*rows n n"]) -> Float[Array, "*rows n n"]:

@@ -36,7 +36,7 @@ def to_chunks(
     missing = -x.shape[1] % chunk
     if missing:
         x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
-    return x.reshape(x.shape[0], -1, chunk, *shape)
+    return x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *shape)
 
 
 def decays_between(decays: Float[Array, "*rows seq"]) -> Float[Array, "*rows seq seq"]:

@@ -221,5 +221,5 @@ def rotate_pairs(
     b = turned[..., 1::2].astype(cos.dtype)
     # (batch, seq, heads, half, 2): the pairs stand together again.
     turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    turned = turned.reshape(*x.shape[:-1], -1).astype(x.dtype)
+    turned = turned.reshape(*x.shape[:-1], 2 * cos.shape[-1]).astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1)

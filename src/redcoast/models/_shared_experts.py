@@ -209,7 +209,8 @@ def route(
     c = config
     choice = jax.lax.stop_gradient(scores + correction[None, None])  # (batch, seq, experts)
     if c.chosen_groups < c.groups:
-        grouped = choice.reshape(*choice.shape[:2], c.groups, -1)  # (batch, seq, groups, experts)
+        # (batch, seq, groups, experts)
+        grouped = choice.reshape(*choice.shape[:2], c.groups, choice.shape[2] // c.groups)
         best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # (batch, seq, groups)
         choice = jnp.where(_highest(best, c.chosen_groups)[..., None], grouped, -jnp.inf)
         choice = choice.reshape(scores.shape)  # (batch, seq, experts)

@@ -357,7 +357,8 @@ def _delta_net(layer, x, real, cache, index, c):
     y, state = gated_delta_rule(q, k, v, decays, strengths, state, chunk=c.chunk)
     y = rms_norm(y.astype(x.dtype), layer.out_norm, c.norm_eps)  # of each head by itself
     gate = jax.nn.silu(_heads(into(layer.wz), c.value_heads, kind))
-    y = (y.astype(kind) * gate).astype(x.dtype).reshape(*x.shape[:2], -1)  # (batch, seq, values)
+    y = (y.astype(kind) * gate).astype(x.dtype)
+    y = y.reshape(*x.shape[:2], c.value_heads * c.value_size)  # (batch, seq, values)
     if cache is not None:
         after = DeltaStates(state[None], past_q[None], past_k[None], past_v[None])
         cache = replace(cache, states=with_layer(cache.states, after, index))
@@ -366,7 +367,7 @@ def _delta_net(layer, x, real, cache, index, c):
 
 def _heads(x, count, dtype):
     """Divides the features of all heads: `"batch seq heads size"`."""
-    return x.reshape(*x.shape[:2], count, -1).astype(dtype)
+    return x.reshape(*x.shape[:2], count, x.shape[2] // count).astype(dtype)
 
 
 def _feed_forward(layer, x, real, use, c):

@@ -1,5 +1,6 @@
 """Values that no model can have are refused where a configuration is made, or read."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -13,6 +14,10 @@ import redcoast as rc
 from redcoast.models import (
     BartConfig,
     BertConfig,
+    CaptionerConfig,
+    ClipConfig,
+    ClipImageConfig,
+    ClipTextConfig,
     DeepseekV3Config,
     Dinov2Config,
     Dinov3Config,
@@ -33,6 +38,9 @@ from redcoast.models import (
     Phi3Config,
     Qwen3_5Config,
     RopeScaling,
+    SiglipConfig,
+    SiglipImageConfig,
+    SiglipTextConfig,
     T5Config,
     ViTConfig,
     WhisperConfig,
@@ -66,6 +74,17 @@ CONFIGS = {
     "t5": T5Config(**TEXT, decoder_layers=2),
     "vit": ViTConfig(**SIZES, image=(4, 4), patch=(2, 2)),
     "whisper": WhisperConfig(**TEXT, decoder_layers=2, decoder_start=1, bos=0, pad=1),
+}
+IMAGE, LABELS = ClipImageConfig(**SIZES, image=8, patch=4), ClipTextConfig(**TEXT, eos=(10,))
+OTHER_IMAGE = SiglipImageConfig(**SIZES, image=8, patch=4)
+VIT = ViTConfig(**SIZES, image=(4, 4), patch=(2, 2))
+WRITER = GPT2Config(**TEXT, cross_attention=True)
+# Of several parts, whose settings are not read from one level of a file.
+OF_PARTS = {
+    "clip": ClipConfig(IMAGE, LABELS, outputs=12),
+    "siglip": SiglipConfig(OTHER_IMAGE, SiglipTextConfig(**TEXT)),
+    "siglip_text": SiglipTextConfig(**TEXT),
+    "captioner": CaptionerConfig(VIT, WRITER),
 }
 
 
@@ -135,13 +154,36 @@ BAD = [
     ("mixtral", "router_loss_weight", -0.1, "`router_loss_weight` must not be negative"),
     ("gpt2", "residual_dropout", math.nan, "`residual_dropout` must be"),
     ("vit", "image", (0, 0), "`image` must be a multiple of `patch`"),
+    ("clip", "outputs", 0, "`outputs` must be positive, but is 0 in the `ClipConfig`"),
+    ("siglip_text", "outputs", 0, "`outputs` must be positive"),
+    ("captioner", "decoder_start", 11, "`decoder_start` is 11, but the token ids .* are 0 to 10"),
+    ("bart", "decoder_start", -1, "`decoder_start` is -1, but .* 0 to 10 in the `BartConfig`"),
+    ("t5", "decoder_start", 11, "`decoder_start` is 11"),
+    ("whisper", "decoder_start", 50258, "`decoder_start` is 50258"),
 ]
 
 
 @pytest.mark.parametrize(("family", "field", "value", "says"), BAD)
 def test_a_value_out_of_its_range_is_refused(family, field, value, says):
     with pytest.raises(ValueError, match=says):
-        dataclasses.replace(CONFIGS[family], **{field: value})
+        dataclasses.replace((CONFIGS | OF_PARTS)[family], **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "says"),
+    [
+        ("clip", "outputs", "12", "`outputs` must be an integer, but is '12'"),
+        ("clip", "image", OTHER_IMAGE, "`image` must be a ClipImageConfig"),
+        ("siglip", "text", LABELS, "`text` must be a SiglipTextConfig"),
+        ("captioner", "encoder", None, "`encoder` must be a ViTConfig"),
+        ("llama", "remat", ["dots"], r"`remat` must be .* but is \['dots'\]"),
+    ],
+)
+def test_a_part_of_another_type_is_refused(family, field, value, says):
+    config = copy.copy((CONFIGS | OF_PARTS)[family])
+    object.__setattr__(config, field, value)  # without the tests' own checks of types
+    with pytest.raises((TypeError, ValueError), match=says):
+        config.__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,7 +190,7 @@ def test_what_the_first_files_of_clip_have_twice_is_that_of_the_second():
     assert read_config(ClipConfig, write_config(config)) == config
     with pytest.raises(ValueError, match="`eos` must be one token"):
         dataclasses.replace(config.text, eos=())
-    with pytest.raises(ValueError, match="`outputs` must be at least 1"):
+    with pytest.raises(ValueError, match="`outputs` must be positive"):
         dataclasses.replace(config, outputs=0)
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from ..core._errors import short_repr
 
-# Optional fields that must be positive, or not negative, unless they are None.
+# Fields that may be left out and must be positive, or not negative, unless they are None.
 _POSITIVE = frozenset(
     """
     window context head_size experts pooler_size rope_base local_rope_base score_scale score_cap
     logit_cap layer_scale embed_scale residual_scale score_factor logit_divisor factor low high
-    original limit route_scale
+    original limit route_scale outputs
     """.split()  # noqa: SIM905
 )
 _NOT_NEGATIVE = frozenset(("norm_eps", "router_loss_weight", "query_growth", "shift"))
@@ -138,6 +138,16 @@ def check_labels(config: Any) -> None:
         raise ValueError(f"`labels` must be at least 1, but is {labels}.")
     if names is not None and len(names) != labels:
         raise ValueError(f"`label_names` has {len(names)} names, but there are {labels} `labels`.")
+
+
+def check_decoder_start(config: Any) -> None:
+    """Raises if the token that a decoder starts with, if there is one, is not in the vocabulary."""
+    start, vocab = config.decoder_start, config.vocab
+    if start is not None and not 0 <= start < vocab:
+        raise ValueError(
+            f"`decoder_start` is {start}, but the token ids of the vocabulary are 0 to {vocab - 1}"
+            f"{where(config)}."
+        )
 
 
 def check_length(config: object, length: int) -> None:

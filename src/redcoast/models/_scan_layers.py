@@ -51,8 +51,8 @@ MOST_UNROLLED_ON_GPU = 32
 MOST_BYTES_UNROLLED = 2**30
 
 
-def check_remat(remat: str) -> None:
-    if remat not in _POLICIES:
+def check_remat(remat: PyTree) -> None:
+    if not isinstance(remat, str) or remat not in _POLICIES:
         raise ValueError(f"`remat` must be 'none', 'dots', 'full' or 'auto', but is {remat!r}.")
 
 

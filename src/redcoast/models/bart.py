@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
+from ._check_config import check_decoder_start
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import EncoderDecoder
@@ -49,6 +50,7 @@ class BartConfig(StackSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "positions")
+        check_decoder_start(self)
 
 
 # The first rows of BART's tables of positions are unused.

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._basic import split_key
 from ._cache import Cache
-from ._check_config import check_fields
+from ._check_config import check_decoder_start, check_fields
 from ._cross_cache import CrossCache
 from ._heads import Linear
 from ._inputs import HiddenStates, Key, Mask, Pixels, Tokens
@@ -32,7 +32,8 @@ class CaptionerConfig:
 
     **Raises:**
 
-    `ValueError` if the encoder has a head, or if the decoder has no cross-attention.
+    `ValueError` if the encoder has a head, if the decoder has no cross-attention, or if a caption
+    starts with a token outside of the vocabulary.
     """
 
     encoder: ViTConfig
@@ -52,6 +53,7 @@ class CaptionerConfig:
             )
         if not self.decoder.cross_attention:
             raise ValueError("The decoder of a captioner must have `cross_attention=True`.")
+        check_decoder_start(self)
 
     @property
     def vocab(self) -> int:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import causal_view
 from ._basic import layer_norm, small_normal
+from ._check_config import check_fields
 from ._einsum import product
 from ._inputs import Images, Key, Mask, Texts
 from ._pairs import ImageTextPair, PairEncoder, PairImageConfig, PairTextConfig, embed_square
@@ -70,7 +71,7 @@ class ClipConfig:
 
     **Raises:**
 
-    `ValueError` if `outputs` is less than 1.
+    `ValueError` if `outputs` is not positive; `TypeError` if a value has another type.
     """
 
     image: ClipImageConfig
@@ -78,8 +79,7 @@ class ClipConfig:
     outputs: int = 512
 
     def __post_init__(self):
-        if self.outputs < 1:
-            raise ValueError(f"`outputs` must be at least 1, but is {self.outputs}.")
+        check_fields(self)
 
 
 class ClipImageEncoder(PairEncoder):
@@ -151,8 +151,8 @@ class Clip(ImageTextPair):
         **Arguments:**
 
         - `pixels`: images with the channels first, normalised in the same way as in training.
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN. The output for a text is
-          the output of its first token `config.text.eos`.
+        - `tokens`: token ids from 0 to `vocab - 1`. Any other id gives NaN. The output for a text
+          is the output of its first token `config.text.eos`.
         - `mask`: 1 at real tokens and 0 at padding tokens, which must be on the right.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, full_view
 from ._basic import layer_norm, small_normal
+from ._check_config import check_fields
 from ._einsum import feed_forward, product
 from ._heads import Linear
 from ._inputs import Images, Key, Mask, Texts
@@ -64,13 +65,15 @@ class SiglipConfig:
 
     **Raises:**
 
-    `ValueError` if the outputs of the two have different sizes.
+    `ValueError` if the outputs of the two have different sizes; `TypeError` if a value has another
+    type.
     """
 
     image: SiglipImageConfig
     text: SiglipTextConfig
 
     def __post_init__(self):
+        check_fields(self)
         outputs = self.text.outputs or self.text.width
         if outputs != self.image.width:
             raise ValueError(
@@ -190,7 +193,7 @@ class Siglip(ImageTextPair):
         **Arguments:**
 
         - `pixels`: images with the channels first, normalised to the range from -1 to 1.
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN. The published weights
+        - `tokens`: token ids from 0 to `vocab - 1`. Any other id gives NaN. The published weights
           were trained on texts that are padded to all positions, without a mask. The output for a
           text is the output of its last position.
         - `mask`: 1 at tokens that are attended to. It does not change which position is the last.

@@ -16,6 +16,7 @@ from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import ACTIVATIONS, activate_gated, dropout, look_up, normal, rms_norm, split_key
 from ._by_layer import StackedLayers
 from ._cache import extend
+from ._check_config import check_decoder_start
 from ._decoder import tied_or_own_head
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._encoder_decoder import EncoderDecoder
@@ -64,6 +65,7 @@ class T5Config(StackSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self)
+        check_decoder_start(self)
         check_buckets(self.buckets, self.distance)
         if self.scale_head and not self.tied:
             raise ValueError("`scale_head=True` needs `tied=True`: only a tied head is scaled.")

@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from grids import few_of
 
 from redcoast import models
 
 SIZES: dict[str, Any] = {"vocab": 11, "width": 8, "layers": 1, "heads": 2}
 DECODER: dict[str, Any] = {**SIZES, "hidden": 12}
+LABELLED: dict[str, Any] = {**DECODER, "head": "classification", "labels": 2}
 KEY = jax.random.key(0)
 TOKENS = np.arange(6).reshape(2, 3)
 OF = "have the same shape, or one row for all"
@@ -19,9 +23,11 @@ MODELS = {
     "llama": models.Llama(models.LlamaConfig(**DECODER, kv_heads=1), key=KEY),
     "gpt2": models.GPT2(models.GPT2Config(**DECODER), key=KEY),
     "mamba2": models.Mamba2(models.Mamba2Config(**SIZES, head_size=8), key=KEY),
-    "bert": models.Bert(models.BertConfig(**DECODER), key=KEY),
-    "modernbert": models.ModernBert(models.ModernBertConfig(**DECODER), key=KEY),
+    "mixtral": models.Mixtral(models.MixtralConfig(**DECODER, kv_heads=1, experts=2), key=KEY),
+    "bert": models.Bert(models.BertConfig(**LABELLED), key=KEY),
+    "modernbert": models.ModernBert(models.ModernBertConfig(**LABELLED, pooling="mean"), key=KEY),
 }
+PAIR = models.T5(models.T5Config(**DECODER, decoder_layers=1, head_size=4), key=KEY)
 
 
 @pytest.fixture
@@ -50,11 +56,10 @@ def test_tokens_are_a_matrix_of_integers_and_masks_have_their_shape(model):
 
 @pytest.mark.usefixtures("no_annotations")
 def test_segments_positions_and_the_decoders_arrays_are_named():
-    pair = models.T5(models.T5Config(**DECODER, decoder_layers=1, head_size=4), key=KEY)
     with pytest.raises(ValueError, match=f"`decoder_tokens` has dtype float64 .*{MATRIX}"):
-        pair(TOKENS, TOKENS.astype(float))
+        PAIR(TOKENS, TOKENS.astype(float))
     with pytest.raises(ValueError, match=f"`decoder_mask` has shape .*{OF}"):
-        pair(TOKENS, TOKENS, decoder_mask=np.ones((2, 2), bool))
+        PAIR(TOKENS, TOKENS, decoder_mask=np.ones((2, 2), bool))
     for name in ("segments", "positions"):
         with pytest.raises(ValueError, match=f"`{name}` has shape .3,., but .*{OF}"):
             MODELS["llama"](TOKENS, **{name: np.arange(3)})
@@ -62,3 +67,86 @@ def test_segments_positions_and_the_decoders_arrays_are_named():
 
 def test_a_batch_without_rows_has_no_logits():
     assert MODELS["llama"](TOKENS[:0]).shape == (0, 3, 11)
+
+
+def calls_of(model):
+    """All ways to call a model with tokens."""
+    if model is PAIR:
+        memory = model.encode(TOKENS)
+        yield lambda tokens: model.encode(tokens)
+        yield lambda tokens: model(TOKENS, tokens)
+        yield lambda tokens: model.decode(tokens, model.init_cache(2, 3, memory=memory))[0]
+    else:
+        yield model
+        if hasattr(model, "decode"):
+            yield lambda tokens: model.decode(tokens, model.init_cache(2, 3))[0]
+
+
+@pytest.mark.parametrize("name", [*MODELS, "t5"])
+def test_ids_outside_the_vocabulary_are_named_or_give_nan(name):
+    """Indexing counts negative ids from the end, and the results would be finite."""
+    for call in calls_of(MODELS.get(name, PAIR)):
+        traced = eqx.filter_jit(call)
+        for token in (-1, -11, -100, 11):
+            tokens = TOKENS.copy()
+            tokens[1, 2] = token
+            for kind in (np.asarray, jnp.asarray):
+                says = f"tokens` holds {token}, but the token ids of the vocabulary are 0 to 10"
+                with pytest.raises(ValueError, match=says):
+                    call(kind(tokens))
+            results = traced(tokens)
+            assert jnp.isfinite(results[0]).all()
+            assert jnp.isnan(results[1]).any()
+
+
+def test_negative_positions_of_a_table_give_nan():
+    positions = np.array([[0, 1, 2], [0, 1, -1]])
+    results = eqx.filter_jit(MODELS["gpt2"])(TOKENS, positions=positions)
+    assert jnp.isfinite(results[0]).all()
+    assert jnp.isnan(results[1, 2]).all()
+
+
+MASK, SEGMENTS = np.array([[0, 1, 1]]), np.array([[0, 0, 1]])
+ONE_ROW: dict[str, dict[str, Any]] = {
+    "llama": {"mask": MASK, "segments": SEGMENTS, "positions": SEGMENTS},
+    "gpt2": {"mask": MASK, "segments": SEGMENTS},
+    "mamba2": {"mask": MASK},
+    "mixtral": {"mask": MASK},
+    "bert": {"mask": MASK, "types": SEGMENTS},
+    "modernbert": {"mask": MASK},
+    "t5": {"mask": MASK, "decoder_mask": MASK},
+    "t5 packed": {"segments": SEGMENTS, "decoder_segments": SEGMENTS},
+}
+
+
+@pytest.mark.parametrize("name", few_of(ONE_ROW, "bert", "t5"))
+def test_a_mask_with_one_row_is_that_of_all_rows(name):
+    options = ONE_ROW[name]
+    whole = {key: np.repeat(x, 2, axis=0) for key, x in options.items()}
+    model = MODELS.get(name, PAIR)
+    inputs = (TOKENS,)
+    if model is PAIR:
+        inputs = (TOKENS, TOKENS)
+    run = eqx.filter_jit(model)
+    np.testing.assert_array_equal(run(*inputs, **options), run(*inputs, **whole))
+
+
+def test_a_mask_with_one_row_of_new_tokens_is_that_of_all_rows():
+    model, new = MODELS["llama"], np.ones((2, 1), np.int32)
+    results: list[jax.Array] = []
+    for mask in (MASK, np.repeat(MASK, 2, axis=0)):
+        _, cache = model.decode(TOKENS, model.init_cache(2, 4), mask=mask)
+        results.append(model.decode(new, cache)[0])
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_a_cache_has_a_row_and_a_slot_for_each_token():
+    """A slice beyond the last slot would be written over the tokens before it."""
+    model = MODELS["llama"]
+    with pytest.raises(ValueError, match="has 3 rows, but there are 2 rows of new tokens"):
+        model.decode(TOKENS, model.init_cache(3, 4))
+    _, cache = model.decode(TOKENS, model.init_cache(2, 4))
+    with pytest.raises(ValueError, match="has 4 slots, of which 3 are filled, and there are 2 new"):
+        model.decode(TOKENS[:, :2], cache)
+    with pytest.raises(ValueError, match="has 2 slots, of which 0 are filled, and there are 3 new"):
+        eqx.filter_jit(lambda: model.decode(TOKENS, model.init_cache(2, 2)))()

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..core._decoding import as_integer
@@ -19,6 +18,7 @@ from ..core._program_lines import describe_array
 from ..core._train_state import refuse_state
 from ..distributed._agreement import Listing, agree
 from ..models._cache import has_slots_to_move
+from ..models._check_tokens import is_known
 from ..models._inputs import AnyArray
 from ._request import Request
 
@@ -342,13 +342,6 @@ def check_token_options(request: Request, vocab: int) -> None:
 def are_known(tokens: object, mask: object) -> bool:
     """Whether this process can read prompts now, and their mask if they have one."""
     return is_known(tokens) and (mask is None or is_known(mask))
-
-
-def is_known(x: object) -> bool:
-    """Whether this process can read the values of an array now."""
-    if isinstance(x, Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_same_prompts(

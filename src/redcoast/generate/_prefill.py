@@ -22,10 +22,11 @@ from ..distributed._arrays import place_batch, put
 from ..distributed._mesh import BATCH_AXES
 from ..models._by_layer import by_layer
 from ..models._cache import at_slot, split_layers
+from ..models._check_tokens import is_known
 from ..models._inputs import AnyArray
 from ..models._rotary import RopeScaling
 from ..models._scan_layers import is_by_layer
-from ._check_arguments import are_known, is_known
+from ._check_arguments import are_known
 from ._model_calls import read_tokens
 from ._prompt import ReadPrompt, bucket, is_encoder_decoder, new_cache, pad_columns, read_prompt
 from ._request import Request, Rows

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._errors import short_repr
 from ..core._target import target
-from ._inputs import AnyArray, HiddenStates, Key
+from ._inputs import AnyArray, Key
 
 
 def wide(dtype: np.dtype) -> np.dtype:
@@ -207,9 +207,10 @@ def initial_stacks(layers: int, key: PRNGKeyArray, most: int) -> Callable[..., F
     return make
 
 
-def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> HiddenStates:
-    """Returns rows of an array, and NaN for ids outside it, which indexing would clamp."""
-    return jnp.take(table, ids, axis=0)
+def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> Float[Array, "..."]:
+    """Returns rows of an array, and NaN for ids outside it: indexing would clamp large ones, and
+    count negative ones from the end."""
+    return jnp.asarray(table).at[ids].get(mode="fill", wrap_negative_indices=False)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Key) -> Float[Array, "..."]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..core._pytree import map_where
 from ._attention import Visible, causal_view, count_positions
+from ._check_tokens import is_known
 from ._inputs import AnyArray, Keys, Mask
 
 
@@ -141,16 +142,39 @@ def empty_cache(
 
 def admit(cache: PyTree, shape: tuple[int, ...], mask: Mask | None) -> PyTree:
     """Marks the slots of new tokens of `shape` as filled, of each `Cache` in a tree. `extend`
-    writes their keys and values."""
+    writes their keys and values.
+
+    Raises `ValueError` if the cache has another number of rows, or if this process knows that it
+    has too few slots.
+    """
     real = jnp.ones(shape, bool)
     if mask is not None:
-        real = mask.astype(bool)
+        real = jnp.broadcast_to(mask.astype(bool), shape)
 
     def fill(x: Cache) -> Cache:
+        _check_room(x, shape)
         filled = jax.lax.dynamic_update_slice(x.mask, real, (0, x.filled))  # (batch, length)
         return dataclasses.replace(x, mask=filled, filled=x.filled + shape[1])
 
     return _map_caches(fill, cache)
+
+
+def _check_room(cache: Cache, shape: tuple[int, ...]) -> None:
+    (rows, length), (new_rows, new) = cache.mask.shape, shape
+    if new_rows != rows:
+        raise ValueError(
+            f"The cache has {rows} rows, but there are {new_rows} rows of new tokens. Create it "
+            f"with `init_cache({new_rows}, length)`."
+        )
+    filled = 0
+    if is_known(cache.filled):
+        filled = int(jax.device_get(cache.filled))
+    # A slice beyond the last slot would be written before it, over other tokens.
+    if filled + new > length:
+        raise ValueError(
+            f"The cache has {length} slots, of which {filled} are filled, and there are {new} new "
+            f"tokens. Create it with `init_cache({rows}, length)` of a larger `length`."
+        )
 
 
 def cached_view(

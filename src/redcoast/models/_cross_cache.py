@@ -12,7 +12,7 @@ from ._inputs import AnyArray
 
 Memory = Float[Array, "batch memory width"]
 MemoryMask = Bool[AnyArray, "batch memory"] | Integer[AnyArray, "batch memory"]
-DecoderMask = Bool[AnyArray, "batch decoder_seq"] | Integer[AnyArray, "batch decoder_seq"]
+DecoderMask = Bool[AnyArray, "#batch decoder_seq"] | Integer[AnyArray, "#batch decoder_seq"]
 
 
 class CrossCache(eqx.Module):
@@ -64,8 +64,8 @@ def cross_view(
     shape: tuple[int, ...],
     decoder_shape: tuple[int, ...],
     mask: MemoryMask | None,
-    segments: Integer[AnyArray, "batch memory"] | None,
-    decoder_segments: Integer[AnyArray, "batch queries"] | None,
+    segments: Integer[AnyArray, "#batch memory"] | None,
+    decoder_segments: Integer[AnyArray, "#batch queries"] | None,
 ) -> Visible:
     """Returns the cross-attention mask: each decoder token sees the encoder's real tokens, of its
     own segment if there are segments.

@@ -82,13 +82,15 @@ class Decoder(eqx.Module):
 
         **Arguments:**
 
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `tokens`: token ids from 0 to `vocab - 1`, also at padding. Any other id gives NaN, or
+          raises an error outside of `jax.jit`.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
           of real tokens do not depend on padding; the logits of padding tokens are meaningless.
         - `segments`: for rows with several packed sequences, the number of the sequence that each
           token belongs to. Tokens attend only to their own sequence.
         - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment. If positions are learned, one of `config.positions` or more gives NaN.
+          row or segment. If positions are learned, one that is negative, or `config.positions` or
+          more, gives NaN.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
@@ -116,19 +118,22 @@ class Decoder(eqx.Module):
         self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
     ) -> tuple[HiddenStates, PyTree]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+        check_tokens(tokens, self.config.vocab, mask=mask)
         if mask is None:
             check_length(self.config, tokens.shape[1])
         cache = admit(cache, tokens.shape, mask)
         return self._run(tokens, mask, *cached_view(cache, tokens.shape[1]), cache, None)[:2]
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
+        """Returns an empty key-value cache for `batch` rows of up to `length` tokens. While
+        tracing, more of them cannot be refused, and are written over the last ones."""
         c = self.config
         kv_heads = getattr(c, "kv_heads", c.heads)
         return empty_cache(c.layers, batch, length, kv_heads, c.head_dim, self.embed.dtype)
 
     def _run_from_start(self, tokens, mask, segments, positions, key):
-        check_tokens(tokens, mask=mask, segments=segments, positions=positions)
+        vocab = self.config.vocab
+        check_tokens(tokens, vocab, mask=mask, segments=segments, positions=positions)
         if segments is None and positions is None:
             check_length(self.config, tokens.shape[1])
         real = real_tokens(tokens.shape, mask)  # (batch, seq), or no array at all

@@ -51,6 +51,7 @@ class CrossDecoder(eqx.Module):
         self, tokens: Tokens, cache: CrossCache, *, mask: Mask | None = None
     ) -> tuple[HiddenStates, CrossCache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+        check_tokens(tokens, self.config.vocab, mask=mask)
         own = admit(cache.own, tokens.shape, mask)
         positions, see = cached_view(own, tokens.shape[1])
         # The keys and values of the memory were computed with the cache, so the memory is not
@@ -77,7 +78,7 @@ class EncoderDecoder(CrossDecoder):
         mask: Mask | None = None,
         decoder_mask: DecoderMask | None = None,
         segments: Segments | None = None,
-        decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
+        decoder_segments: Integer[AnyArray, "#batch decoder_seq"] | None = None,
         key: Key = None,
     ) -> Float[Array, "batch decoder_seq vocab"]:
         """Returns the logits of the next token at each position of the decoder.
@@ -85,7 +86,7 @@ class EncoderDecoder(CrossDecoder):
         **Arguments:**
 
         - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
-          `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
+          `shift_right`), from 0 to `vocab - 1`. Any other id gives NaN.
         - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
           side. The logits of real tokens do not depend on padding; the logits of padding tokens are
           meaningless.
@@ -112,14 +113,15 @@ class EncoderDecoder(CrossDecoder):
         mask: Mask | None = None,
         decoder_mask: DecoderMask | None = None,
         segments: Segments | None = None,
-        decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
+        decoder_segments: Integer[AnyArray, "#batch decoder_seq"] | None = None,
         key: Key = None,
     ) -> Float[Array, "batch decoder_seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
-        check_tokens(tokens, mask=mask, segments=segments)
+        check_tokens(tokens, self.config.vocab, mask=mask, segments=segments)
         check_tokens(
             decoder_tokens,
+            self.config.vocab,
             name="decoder_tokens",
             decoder_mask=decoder_mask,
             decoder_segments=decoder_segments,
@@ -145,7 +147,7 @@ class EncoderDecoder(CrossDecoder):
     ) -> HiddenStates:
         """Returns the encoder's hidden states, which the decoder attends to. The arguments are
         those of `__call__`."""
-        check_tokens(tokens, mask=mask, segments=segments)
+        check_tokens(tokens, self.config.vocab, mask=mask, segments=segments)
         real = _real(self, tokens, mask, segments)
         visible, positions = full_view(real, segments), count_positions(real, segments)
         return self._run(self.encoder, tokens, positions, visible, NO_MEMORY, None, key)[0]

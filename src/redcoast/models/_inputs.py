@@ -6,8 +6,9 @@ from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
 
 AnyArray = Array | np.ndarray
 Tokens = Integer[AnyArray, "batch seq"]
-Mask = Bool[AnyArray, "batch seq"] | Integer[AnyArray, "batch seq"]
-Segments = Integer[AnyArray, "batch seq"]
+# Beside tokens, an array may have one row for all.
+Mask = Bool[AnyArray, "#batch seq"] | Integer[AnyArray, "#batch seq"]
+Segments = Integer[AnyArray, "#batch seq"]
 Positions = Integer[AnyArray, "#batch seq"]
 Pixels = Float[AnyArray, "batch channels height width"]
 Replaced = Bool[AnyArray, "batch patches"] | None  # by the token of a mask

@@ -13,7 +13,7 @@ from ._attention import AllReal, Real, Visible, full_view, real_tokens
 from ._base_config import ImageSizes, LayersConfig, TextConfig, TokenSizes, check_config
 from ._basic import look_up, small_normal, split_key, wide
 from ._check_config import check_length
-from ._check_tokens import check_tokens
+from ._check_tokens import check_floats, check_tokens
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._inputs import Images, Key, Mask, Texts
 from ._patches import embed_patches
@@ -122,7 +122,7 @@ class ImageTextPair(eqx.Module):
     ) -> Float[Array, "texts seq width"]:
         """Returns the hidden states of tokens after the final norm."""
         c, part = self.config.text, self.text
-        check_tokens(tokens, mask=mask)
+        check_tokens(tokens, c.vocab, mask=mask)
         check_length(c, tokens.shape[1])
         x = look_up(part.embed, tokens) + part.position_embed[None, : tokens.shape[1]]
         return pre_norm_layers(part, x, self._see(real_tokens(tokens.shape, mask)), c, key)
@@ -143,6 +143,7 @@ def embed_square(
 ) -> Float[Array, "images patches features"]:
     """Returns the embeddings of the whole patches of images of the size of the configuration."""
     c = config
+    check_floats("pixels", pixels, ("images", "channels", "height", "width"))
     if pixels.shape[1:] != (c.channels, c.image, c.image):
         raise ValueError(
             f"The images have shape {pixels.shape[1:]}, but the model takes "

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._attention import AllReal, attend, full_view
 from ._attention_layers import AttentionLayers, sample_attention
 from ._basic import activate_gated, dropout, layer_norm, small_normal, split_key, wide, zeros
+from ._check_tokens import check_floats, refuse_mask
 from ._einsum import LowRank, feed_forward, keys_values, outputs, product, queries
 from ._inputs import Key, Pixels, Replaced
 from ._rotary import rotate
@@ -144,6 +145,7 @@ class PatchEncoder(eqx.Module):
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states after the final norm, for any head. The arguments are those of
         `__call__`."""
+        refuse_mask(mask)
         return self._norm(self._run(pixels, masked, (), key)[0])
 
     def features(
@@ -179,6 +181,7 @@ class PatchEncoder(eqx.Module):
 
     def _embed(self, pixels: Pixels, masked: Replaced) -> Float[Array, "batch patches features"]:
         c = self.config
+        check_floats("pixels", pixels, ("batch", "channels", "height", "width"))
         if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
             raise ValueError(
                 f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "

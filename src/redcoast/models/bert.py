@@ -144,7 +144,7 @@ class Bert(eqx.Module):
         tokens: Tokens,
         *,
         mask: Mask | None = None,
-        types: Integer[AnyArray, "batch seq"] | None = None,
+        types: Integer[AnyArray, "#batch seq"] | None = None,
         segments: Segments | None = None,
         positions: Positions | None = None,
         key: Key = None,
@@ -188,7 +188,7 @@ class Bert(eqx.Module):
         tokens: Tokens,
         *,
         mask: Mask | None = None,
-        types: Integer[AnyArray, "batch seq"] | None = None,
+        types: Integer[AnyArray, "#batch seq"] | None = None,
         segments: Segments | None = None,
         positions: Positions | None = None,
         key: Key = None,
@@ -196,7 +196,9 @@ class Bert(eqx.Module):
         """Returns the final hidden states, for any head. The arguments are the same as for
         `__call__`."""
         c = self.config
-        check_tokens(tokens, mask=mask, types=types, segments=segments, positions=positions)
+        check_tokens(
+            tokens, c.vocab, mask=mask, types=types, segments=segments, positions=positions
+        )
         if mask is None and segments is None and positions is None:
             check_length(c, tokens.shape[1])
         real = real_tokens(tokens.shape, mask)

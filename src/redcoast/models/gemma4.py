@@ -387,7 +387,7 @@ class Gemma4(RoutedDecoder):
         if c.layer_size is None or self.layer_embed is None:
             return None
         # (batch, seq, layers, layer_size)
-        own = jnp.take(self.layer_embed, tokens, axis=0)  # NaN for ids outside it
+        own = look_up(self.layer_embed, tokens)
         own = own * jnp.asarray(math.sqrt(c.layer_size), x.dtype)
         project: Any = self.layer_project
         common = product("bsd,dli->bsli", x, project)  # (batch, seq, layers, layer_size)

@@ -141,7 +141,8 @@ class GPT2(TableHead):
     ) -> HiddenStates:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
-        check_tokens(tokens, mask=mask, segments=segments, positions=positions)
+        vocab = self.config.vocab
+        check_tokens(tokens, vocab, mask=mask, segments=segments, positions=positions)
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             if segments is None:
@@ -174,6 +175,7 @@ class GPT2(TableHead):
         self, tokens: Tokens, cache: Cache | CrossCache, *, mask: Mask | None = None
     ) -> tuple[HiddenStates, Cache | CrossCache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+        check_tokens(tokens, self.config.vocab, mask=mask)
         if mask is None:
             check_length(self.config, tokens.shape[1])
         if isinstance(cache, CrossCache):

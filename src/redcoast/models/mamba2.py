@@ -175,10 +175,11 @@ class Mamba2(TableHead, Decoder):
     def decode(
         self, tokens: Tokens, cache: PyTree, *, mask: Mask | None = None
     ) -> tuple[HiddenStates, PyTree]:
+        check_tokens(tokens, self.config.vocab, mask=mask)
         return self._run(tokens, mask, _NOTHING, _NOTHING, cache, None)[:2]
 
     def _run_from_start(self, tokens, mask, segments, positions, key):
-        check_tokens(tokens, mask=mask)
+        check_tokens(tokens, self.config.vocab, mask=mask)
         for name, argument in (("segments", segments), ("positions", positions)):
             if argument is not None:
                 raise ValueError(
@@ -237,7 +238,7 @@ def _mixer(layer, x, real, cache, config):
     y = y + layer.skip.astype(kind)[None, None, :, None] * heads  # (batch, seq, heads, head_size)
     # RMSNorm of each group's features, after the gate.
     y = y.reshape(gate.shape) * jax.nn.silu(gate.astype(y.dtype))  # (batch, seq, inner)
-    of_groups = y.reshape(*x.shape[:2], c.groups, -1)  # (batch, seq, groups, size)
+    of_groups = y.reshape(*x.shape[:2], c.groups, c.inner // c.groups)
     ones = jnp.ones(of_groups.shape[-1], y.dtype)
     y = rms_norm(of_groups, ones, c.norm_eps).reshape(y.shape)
     y = (y * layer.inner_norm.astype(y.dtype)[None, None]).astype(x.dtype)
@@ -293,5 +294,6 @@ def scan_states(
     # What tokens read of the state before their chunk.
     past = jnp.einsum("zklgn,kzgrpn->zklgrp", c, before)
     past = past * jnp.moveaxis(jnp.exp(decays), -1, 2)[..., None]
-    y = (within + past).reshape(batch, -1, heads, size)[:, :length]
-    return y, state.reshape(batch, heads, size, -1)
+    y = within + past  # zklgrp
+    y = y.reshape(batch, y.shape[1] * chunk, heads, size)[:, :length]  # without padding
+    return y, state.reshape(batch, heads, size, state.shape[-1])

@@ -250,7 +250,7 @@ class ModernBert(eqx.Module):
         """Returns the final hidden states, for any head. The arguments are the same as for
         `__call__`."""
         c = self.config
-        check_tokens(tokens, mask=mask, segments=segments, positions=positions)
+        check_tokens(tokens, c.vocab, mask=mask, segments=segments, positions=positions)
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             positions = count_positions(real, segments)

@@ -12,6 +12,7 @@ from ._attention import full_view
 from ._base_config import ImageSizes, LayersConfig, check_config
 from ._basic import dropout, small_normal, split_key
 from ._check_config import check_patches
+from ._check_tokens import check_floats, refuse_mask
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
 from ._inputs import Key, Pixels
@@ -136,6 +137,8 @@ class ViT(eqx.Module):
         """Returns the hidden states after the final norm, for any head. The arguments are those of
         `__call__`."""
         c = self.config
+        refuse_mask(mask)
+        check_floats("pixels", pixels, ("batch", "channels", "height", "width"))
         if pixels.shape[1:] != (c.channels, *c.image):
             raise ValueError(
                 f"The images have shape {pixels.shape[1:]}, but the model takes "

@@ -14,8 +14,8 @@ from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
-from ._check_config import check_length
-from ._check_tokens import check_tokens
+from ._check_config import check_decoder_start, check_length
+from ._check_tokens import check_floats, check_tokens, refuse_mask
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
 from ._encoder_decoder import NO_MEMORY, CrossDecoder
@@ -53,6 +53,7 @@ class WhisperConfig(StackSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "mels", "frames", "positions")
+        check_decoder_start(self)
         for name, least in (("width", 4), ("frames", 2)):
             value = getattr(self, name)
             if value < least or value % 2:
@@ -181,7 +182,9 @@ class Whisper(CrossDecoder):
     ) -> HiddenStates:
         """Returns the final hidden states, from which `unembed` computes the logits. The arguments
         are those of `__call__`."""
-        check_tokens(decoder_tokens, name="decoder_tokens", decoder_mask=decoder_mask)
+        check_tokens(
+            decoder_tokens, self.config.vocab, name="decoder_tokens", decoder_mask=decoder_mask
+        )
         check_length(self.config, decoder_tokens.shape[1])
         encoder_key, key = split_key(key, 2)
         memory = self.encode(features, mask=mask, key=encoder_key)
@@ -197,7 +200,9 @@ class Whisper(CrossDecoder):
     ) -> Float[Array, "batch memory width"]:
         """Returns the encoder's hidden states, which the decoder attends to. The arguments are
         those of `__call__`."""
+        refuse_mask(mask)
         c, encoder = self.config, self.encoder
+        check_floats("features", features, ("batch", "mels", "frames"))
         if features.shape[1:] != (c.mels, c.frames):
             raise ValueError(
                 f"The features have shape {features.shape[1:]}, but the model takes "

@@ -228,7 +228,8 @@ def merge(model: PyTree) -> PyTree:
     **Returns:**
 
     The model with plain arrays, of the same shapes and dtypes as before adapters were added. Its
-    results are the same up to rounding. Weights that are quantised and have no adapter stay so.
+    results are the same up to rounding: each sum is computed in float32 or wider, and rounded once
+    to the dtype of the weight. Weights that are quantised and have no adapter stay so.
     """
     return map_where(is_adapted, merged, model, is_leaf=is_adapted)
 

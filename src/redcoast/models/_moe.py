@@ -107,6 +107,8 @@ def dispatch(
     # hidden size can be sharded. `jax.lax.ragged_dot` over sorted tokens took twice the time: it
     # cannot shard the experts, needs the rows of all devices in one order, and on CPU and GPU
     # computes every expert for all tokens.
+    if x.shape[0] == 0:
+        return x  # there is no busiest expert
     length, experts = x.shape[1], weights.shape[1]
     room = min(length, math.ceil(_ROOM * length * chosen / experts))
     parts = -(-length // room)  # chunks, as many as hold all tokens

@@ -1,8 +1,12 @@
-"""Reads a tree as blocks of matrices, each with an input and an output side."""
+"""Reads a tree as blocks of matrices, each with an input and an output side.
+
+Arrays are read without the leading dimensions of stacked (scanned or vmapped) layers, so that all
+shapes and dimensions here are those of one layer.
+"""
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -15,20 +19,17 @@ RECURRENT = (eqx.nn.LSTMCell, eqx.nn.GRUCell)
 _CONVOLUTIONS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 WINDOWS = range(1, 17)  # of usual convolutions; other dimensions are larger
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
-SizesByLayer = defaultdict[tuple[str, ...], Counter[int]]
 
 
 @dataclass
 class WeightMatrix:
     """A weight with its input dimensions `ins`, which are contracted, and output dimensions `outs`.
 
-    `stack` is the number of stacked leading dimensions, and `groups` that of the groups of a
-    convolution. `is_oriented` is whether a module or a bias tells the sides; of others, they are
-    guessed by how frameworks store them.
+    `groups` is the number of groups of a convolution. `is_oriented` is whether a module or a bias
+    tells the sides; of others, they are guessed by how frameworks store them.
     """
 
     leaf: Leaf
-    stack: int
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     bias: Leaf | None = None
@@ -76,23 +77,26 @@ class Tree:
     the width of the residual stream, which every block reads and writes.
     """
 
-    blocks: list[Block] = field(default_factory=list)
-    stacks: dict[int, int] = field(default_factory=dict)
-    counts: SizesByLayer = field(default_factory=lambda: defaultdict(Counter))
+    blocks: list[Block]
+    stacks: dict[int, int]
+    counts: defaultdict[tuple[str, ...], Counter[int]]
 
     @property
     def matrices(self) -> list[WeightMatrix]:
         """All matrices of the tree."""
         return self.blocks[-1].all
 
+    def is_in_layer(self, leaf: Leaf) -> bool:
+        """Whether an array is in a repeated layer, of a list or stacked."""
+        return self.stacks[leaf.index] > 0 or bool(layer_of(leaf))
+
 
 def read_tree(root: Node) -> Tree:
-    tree = Tree()
-    _find_stacks(root, 0, tree.stacks)
+    tree = Tree([], {}, defaultdict(Counter))
+    root = _unstack(root, 0, tree.stacks)
     # Layers are counted apart: an encoder and a decoder may have different widths.
     for leaf in leaves_below(root):
-        of_layer = leaf.shape[tree.stacks[leaf.index] :]
-        tree.counts[layer_of(leaf)].update(set(of_layer) - {0, 1})
+        tree.counts[layer_of(leaf)].update(set(leaf.shape) - {0, 1})
     _read_block(root, tree)
     _orient(tree.matrices)
     return tree
@@ -106,21 +110,25 @@ def layer_of(leaf: Leaf) -> tuple[str, ...]:
     return ()
 
 
-def _find_stacks(node: Node, depth: int, stacks: dict[int, int]) -> None:
-    """Counts the stacked (scanned or vmapped) leading dimensions of the arrays of a node."""
+def _unstack(node: Node, depth: int, stacks: dict[int, int]) -> Node:
+    """The node with arrays of one layer. Notes in `stacks` how many dimensions they have lost."""
     depth += _is_stacked(node, depth)
     rank = None  # of a matrix without stacking, which is known in a stock Equinox layer
     if isinstance(node.owner, _CONVOLUTIONS):
         rank = node.owner.num_spatial_dims + 2
     elif isinstance(node.owner, (eqx.nn.Linear, eqx.nn.Embedding, *RECURRENT)):
         rank = 2
+    children: dict[str, Node | Leaf] = {}
     for name, child in node.children.items():
         if isinstance(child, Node):
-            _find_stacks(child, depth, stacks)
-        elif rank is None:
-            stacks[child.index] = depth
-        else:
-            stacks[child.index] = max(0, len(child.shape) - rank + name.startswith("bias"))
+            children[name] = _unstack(child, depth, stacks)
+            continue
+        stack = depth
+        if rank is not None:
+            stack = max(0, len(child.shape) - rank + name.startswith("bias"))
+        stacks[child.index] = stack
+        children[name] = replace(child, shape=child.shape[stack:])
+    return replace(node, children=children)
 
 
 def _is_stacked(node: Node, depth: int) -> bool:
@@ -135,16 +143,11 @@ def _is_stacked(node: Node, depth: int) -> bool:
     # A list of layers is not a stack of them.
     if node.ordered or len(shapes) < 2 or len(leading) > 1 or min(ranks) < 2 or max(ranks) < 3:
         return False
-    of_matrices: set[int] = set()
-    of_vectors: set[int] = set()
-    for _, *sizes in shapes:
-        if len(sizes) == 1:
-            of_vectors.update(sizes)
-        else:
-            of_matrices.update(sizes)
+    of_vectors = {shape[1:] for shape in shapes if len(shape) == 2}
+    of_matrices = {(size,) for shape in shapes if len(shape) > 2 for size in shape[1:]}
     if of_vectors and of_vectors <= of_matrices:
         return True
-    return leading.isdisjoint((size,) for size in of_matrices | of_vectors)
+    return leading.isdisjoint(of_matrices | of_vectors)
 
 
 def _read_block(node: Node, tree: Tree) -> list[WeightMatrix]:
@@ -178,22 +181,22 @@ def _read_block(node: Node, tree: Tree) -> list[WeightMatrix]:
 
 def _matrix(node: Node, name: str, leaf: Leaf, tree: Tree) -> WeightMatrix | None:
     """An array as a matrix, or None if it is not one."""
-    owner, shape, stack = node.owner, leaf.shape, tree.stacks[leaf.index]
+    owner, shape = node.owner, leaf.shape
     bias = _bias_of(name, leaf, node)
-    # Equinox stores outputs first, (outputs, inputs, *window).
-    is_weight = name == "weight" and len(shape) > stack + 1
-    if is_weight and isinstance(owner, eqx.nn.Embedding):
-        return WeightMatrix(leaf, stack, (stack,), (stack + 1,), kind="table")
-    if is_weight and isinstance(owner, eqx.nn.Linear):
-        return WeightMatrix(leaf, stack, (stack + 1,), (stack,), bias)
-    if is_weight and isinstance(owner, _CONVOLUTIONS):
-        return WeightMatrix(leaf, stack, (stack + 1,), (stack,), bias, "conv", owner.groups)
-    if _is_flax_kernel(name, shape, stack):
-        ins, outs = len(shape) - 2, len(shape) - 1  # (*window, inputs, outputs)
-        return WeightMatrix(leaf, stack, (ins,), (outs,), bias, "conv")
-    dims = long_dims(leaf, stack)
+    if name == "weight" and len(shape) > 1:
+        if isinstance(owner, eqx.nn.Embedding):
+            return WeightMatrix(leaf, (0,), (1,), kind="table")
+        # Equinox stores outputs first, (outputs, inputs, *window).
+        if isinstance(owner, eqx.nn.Linear):
+            return WeightMatrix(leaf, (1,), (0,), bias)
+        if isinstance(owner, _CONVOLUTIONS):
+            return WeightMatrix(leaf, (1,), (0,), bias, "conv", owner.groups)
+    if name == "kernel" and _is_window(shape):
+        ins, outs = len(shape) - 2, len(shape) - 1  # Flax: (*window, inputs, outputs)
+        return WeightMatrix(leaf, (ins,), (outs,), bias, "conv")
+    dims = long_dims(leaf)
     if len(dims) == 3:
-        return WeightMatrix(leaf, stack, *_sides_with_heads(leaf, dims, tree), bias)
+        return WeightMatrix(leaf, *_sides_with_heads(leaf, dims, tree), bias)
     if len(dims) != 2:
         return None
     first, second = dims
@@ -204,12 +207,12 @@ def _matrix(node: Node, name: str, leaf: Leaf, tree: Tree) -> WeightMatrix | Non
         outputs_first = bias.shape[-1] == shape[first]
     if outputs_first:
         first, second = second, first
-    return WeightMatrix(leaf, stack, (first,), (second,), bias, is_oriented=is_oriented)
+    return WeightMatrix(leaf, (first,), (second,), bias, is_oriented=is_oriented)
 
 
-def long_dims(leaf: Leaf, stack: int) -> list[int]:
-    """The dimensions of an array with more than one element, without the stacked ones."""
-    return [d for d in range(stack, len(leaf.shape)) if leaf.shape[d] > 1]
+def long_dims(leaf: Leaf) -> list[int]:
+    """The dimensions of an array with more than one element."""
+    return [d for d, size in enumerate(leaf.shape) if size > 1]
 
 
 def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
@@ -229,14 +232,13 @@ def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
     return None
 
 
-def _is_flax_kernel(name: str, shape: tuple[int, ...], stack: int) -> bool:
-    """Whether an array is the kernel of a convolution of Flax."""
-    rank = len(shape) - stack
-    if not 3 <= rank <= 5 or name != "kernel":
+def _is_window(shape: tuple[int, ...]) -> bool:
+    """Whether the first dimensions of a kernel of Flax are the window of a convolution."""
+    if not 3 <= len(shape) <= 5:
         return False
-    *window, ins, outs = shape[stack:]
+    *window, ins, outs = shape
     # With rank 3, it may also be a matrix with a dimension of heads or experts.
-    is_narrow = rank > 3 or window[0] < min(outs, max(ins, 2))
+    is_narrow = len(shape) > 3 or window[0] < min(outs, max(ins, 2))
     return is_narrow and max(window) in WINDOWS
 
 
@@ -264,8 +266,7 @@ def _orient(matrices: list[WeightMatrix]) -> None:
     flat = [matrix for matrix in matrices if matrix.is_flat]
     votes: Counter[bool] = Counter()  # for outputs first, and for inputs first
     for matrix in flat:
-        # A square matrix looks the same both ways.
-        if matrix.is_oriented and not matrix.is_square:
+        if matrix.is_oriented:
             votes[matrix.outs < matrix.ins] += 1
     for matrix in flat:
         outputs_first = matrix.outs < matrix.ins

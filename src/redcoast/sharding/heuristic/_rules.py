@@ -15,16 +15,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import gcd, prod
-from operator import attrgetter
+from math import gcd
 from typing import Literal
 
 import equinox as eqx
 from jaxtyping import PyTree
 
-from ..tree._leaves import LARGE
+from ..tree._leaves import LARGE, Leaf
 from ..tree._overrides import multiples_near
-from ._matrices import WINDOWS, Block, Tree, WeightMatrix, layer_of
+from ._matrices import NORMS, RECURRENT, WINDOWS, Block, Tree, WeightMatrix, layer_of, long_dims
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
@@ -57,9 +56,17 @@ def indivisible(what: str, size: int, n: int) -> str:
     return f"{what} {size} is not a multiple of model={n} ({multiples_near(size, n)} would be)"
 
 
+def shard_arrays(tree: Tree, n: int) -> dict[int, ModelSharding]:
+    """Decides which dimension of each array of a tree is sharded over `n` devices, by its index."""
+    rules = _Rules(tree, n)
+    rules.shard_matrices()
+    rules.shard_vectors()
+    return rules.shardings
+
+
 @dataclass(frozen=True)
-class Rules:
-    """The rules, which fill `shardings` for `n` devices, by the index of the array.
+class _Rules:
+    """The rules, which fill `shardings`, by the index of the array.
 
     `shared` are the sizes of sides that all layers have and a matrix outside of them, such as an
     embedding, too, and `vocabularies` the sizes of the vocabularies, sharded or not.
@@ -71,14 +78,13 @@ class Rules:
     shared: set[int] = field(default_factory=set)
     vocabularies: set[int] = field(default_factory=set)
 
-    def shard_tree(self) -> None:
-        """Shards all matrices of the tree, and their biases."""
+    def shard_matrices(self) -> None:
         matrices = self.tree.matrices
         outside: list[Block] = []
-        self.shared.update(_shared_sizes(matrices))
+        self.shared.update(_shared_sizes(self.tree))
         # Layers show the width of the residual stream, by which tables and heads are known.
         for block in self.tree.blocks:
-            if any(map(_is_in_layer, filter(None, block.own))):
+            if any(matrix and self.tree.is_in_layer(matrix.leaf) for matrix in block.own):
                 self._shard_block(block, self.widths(block.all))
             else:
                 outside.append(block)
@@ -87,42 +93,69 @@ class Rules:
         for block in outside:
             self._shard_block(block, self.widths(matrices))
         self._shard_tables_and_heads()
-        # A matrix without a partner is sharded on its output, if it is divisible and large.
+        # A matrix without a partner is sharded on its outputs, if it is divisible and large.
         for matrix in self._undecided(matrices):
-            elements = prod(matrix.leaf.shape[matrix.stack :])
             if matrix.out_size in self.widths(matrices):
                 reason = "no matrix follows to pair with, and its output is replicated"
-                self._replicate(matrix, reason)
-            elif elements < LARGE:
-                self._replicate(matrix, f"small, {elements:,} elements")
+                self.shardings[matrix.leaf.index] = ModelSharding(None, reason)
+            elif matrix.leaf.size < LARGE:
+                self.shardings[matrix.leaf.index] = _small(matrix)
             elif _is_narrow(matrix):
-                self._replicate(matrix, _narrow(matrix))
+                self.shardings[matrix.leaf.index] = _narrow(matrix)
             else:
                 self._shard(matrix, "column")
 
+    def shard_vectors(self) -> None:
+        """Shards biases like the outputs that they are added to, and replicates other vectors."""
+        # A vector with the width of the residual stream is no bias of the logits.
+        self.vocabularies.difference_update(self.widths(self.tree.matrices))
+        for matrix in self.tree.matrices:
+            if matrix.bias is not None:
+                sharding = _sharding_of_bias(matrix, matrix.bias, self.shardings[matrix.leaf.index])
+                self.shardings[matrix.bias.index] = sharding
+        for block in self.tree.blocks:
+            for leaf in block.node.children.values():
+                if isinstance(leaf, Leaf) and leaf.index not in self.shardings:
+                    self.shardings[leaf.index] = self._sharding_of_vector(leaf, block.node.owner)
+
+    def _sharding_of_vector(self, leaf: Leaf, owner: PyTree) -> ModelSharding:
+        """The sharding of an array that no matrix has: of a bias of the logits, or none."""
+        # Its gates are stacked in one matrix, and each step needs all of them.
+        if isinstance(owner, RECURRENT):
+            return ModelSharding(None, "recurrent, every step needs its full output")
+        if isinstance(owner, NORMS):
+            return ModelSharding(None, "norm scale")
+        dims = long_dims(leaf)
+        if not dims:
+            return ModelSharding(None, "scalar")
+        if len(dims) > 1:
+            return ModelSharding(None, "not recognised as a matrix")
+        if self.tree.is_in_layer(leaf) or leaf.size not in self.vocabularies:
+            return ModelSharding(None, "vector")
+        if leaf.size % self.n:
+            return ModelSharding(None, indivisible("vocabulary", leaf.size, self.n))
+        return ModelSharding(dims[0], "bias of the vocabulary")
+
     def widths(self, matrices: Iterable[WeightMatrix]) -> set[int]:
         """The sizes of sides that are not sharded: widths of the residual stream."""
-        widths: set[int] = set()
-        for matrix in matrices:
-            sharding = self.shardings.get(matrix.leaf.index)
-            if sharding is not None and sharding.outer is not None:
-                widths.add(sharding.outer)
-        return widths
+        indices = self.shardings.keys() & {matrix.leaf.index for matrix in matrices}
+        outer = {self.shardings[index].outer for index in indices}
+        return {size for size in outer if size is not None}
 
-    def _undecided(self, matrices: Iterable[WeightMatrix | None]) -> Matrices:
+    def _undecided(self, matrices: Iterable[WeightMatrix]) -> Matrices:
         """The matrices without a sharding. One that has a sharding keeps it."""
-        present = filter(None, matrices)
-        return [matrix for matrix in present if matrix.leaf.index not in self.shardings]
+        return [matrix for matrix in matrices if matrix.leaf.index not in self.shardings]
 
     def _linear(self, block: Block) -> Matrices:
         """The matrices of a block without a sharding, but for tables and kernels."""
-        return [matrix for matrix in self._undecided(block.own) if matrix.kind == "linear"]
+        undecided = self._undecided(filter(None, block.own))
+        return [matrix for matrix in undecided if matrix.kind == "linear"]
 
     def _shard_block(self, block: Block, widths: set[int]) -> None:
-        """Shards the matrices near a block. `widths` are known ones of the residual stream."""
+        """Shards the matrices of a block. `widths` are known ones of the residual stream."""
         # Layers in a list are a chain, which may be sharded on any size.
         if block.node.ordered:
-            self._shard_chains(block.own, set())
+            self._shard_chain(block.own, set())
             return
         # A dimension of heads or experts shows which side is the width. It is never split itself.
         for matrix in self._linear(block):
@@ -135,15 +168,15 @@ class Rules:
             self._shard_together(block, linear[:3], linear[3:])
         elif linear:
             self._shard_residual(block, widths)
-        self._shard_chains(block.own, widths | self.widths(block.all))
+        self._shard_chain(block.own, widths | self.widths(block.all))
         # A dict is sorted by name, which may be the other way round.
         if isinstance(block.node.owner, dict):
-            self._shard_chains(block.own[::-1], widths)
+            self._shard_chain(block.own[::-1], widths)
 
     def _shard(
         self, matrix: WeightMatrix, side: Side, fused: int = 1, heads: int | None = None
     ) -> None:
-        """Shards a matrix on its output (column-parallel) or on its input (row-parallel).
+        """Shards a matrix on its outputs (column-parallel) or on its inputs (row-parallel).
 
         `fused` is the number of equal matrices that are fused in it. `heads` are not split
         themselves.
@@ -155,28 +188,14 @@ class Rules:
         what = "size"
         if len(matrix.ins) + len(matrix.outs) > 2:
             what = "number of heads"
+        reason = f"{side}-parallel"
         if matrix.groups > 1:
-            self._replicate(matrix, f"convolution in {matrix.groups} groups", outer)
+            dim, reason = None, f"convolution in {matrix.groups} groups"
         elif heads is not None and heads % self.n:
-            self._replicate(matrix, indivisible("number of heads", heads, self.n), outer)
+            dim, reason = None, indivisible("number of heads", heads, self.n)
         elif size % (self.n * fused):
-            self._replicate(matrix, indivisible(what, size // fused, self.n), outer)
-        else:
-            self.shardings[matrix.leaf.index] = ModelSharding(dim, f"{side}-parallel", outer)
-            if matrix.bias is None:
-                return
-            # The bias of a column-parallel matrix is added to the outputs, and sharded like these.
-            place = None
-            if side == "column" and size in matrix.bias.shape[matrix.stack :]:
-                place = matrix.bias.shape.index(size, matrix.stack)
-            reason = f"bias of a {side}-parallel matrix"
-            self.shardings[matrix.bias.index] = ModelSharding(place, reason)
-
-    def _replicate(self, matrix: WeightMatrix, reason: str, outer: int | None = None) -> None:
-        """Replicates a matrix and its bias."""
-        self.shardings[matrix.leaf.index] = ModelSharding(None, reason, outer)
-        if matrix.bias is not None:
-            self.shardings[matrix.bias.index] = ModelSharding(None, "like its matrix")
+            dim, reason = None, indivisible(what, size // fused, self.n)
+        self.shardings[matrix.leaf.index] = ModelSharding(dim, reason, outer)
 
     def _shard_residual(self, block: Block, widths: set[int]) -> None:
         """Shards pairs of matrices, from the residual stream and back, on the size between them."""
@@ -191,36 +210,27 @@ class Rules:
             return size in self.shared, sizes[size], size in widths, -size
 
         width = max(sizes, key=likelihood)
-        # Neither another width nor the window of a convolution is the size between two.
-        no_inner = {*widths, *WINDOWS} - {width}
-        squares: Matrices = []
-        reading: Matrices = []
-        writing: Matrices = []
-        for matrix in linear:
-            if matrix.in_size == matrix.out_size == width:
-                squares.append(matrix)
-            elif matrix.in_size == width:
-                reading.append(matrix)
-            elif matrix.out_size == width and matrix.in_size not in no_inner:
-                writing.append(matrix)
+        # Neither a width nor the window of a convolution is the size between two.
+        no_inner = {width, *widths, *WINDOWS}
+        squares = [x for x in linear if x.in_size == x.out_size == width]
+        reading = [x for x in linear if x.in_size == width != x.out_size]
+        writing = [x for x in linear if x.out_size == width and x.in_size not in no_inner]
         outputs = self._outputs(block, squares, reading, writing)
         rows = list(outputs)
         for matrix in writing:
-            is_read = any(_reads(x.out_size, matrix.in_size) for x in reading)
-            if is_read and matrix not in outputs:
+            if any(_reads(x.out_size, matrix.in_size) for x in reading):
                 rows.append(matrix)
         columns: Matrices = []
-        for matrix in squares:
-            if outputs and matrix not in outputs:
-                columns.append(matrix)
-        counts = Counter(map(attrgetter("out_size"), reading))
+        if outputs:
+            columns = [matrix for matrix in squares if matrix not in outputs]
+        counts = Counter(matrix.out_size for matrix in reading)
         for matrix in reading:
             size = matrix.out_size
             # Keys and values may be narrower than queries, and are two.
             is_narrow = counts[size] > 1 and any(not x.in_size % size for x in outputs)
             if is_narrow or any(_reads(size, row.in_size) for row in rows):
                 columns.append(matrix)
-        if columns and rows:
+        if columns:  # which an output or another row reads
             self._shard_together(block, columns, rows)
 
     def _outputs(
@@ -263,32 +273,31 @@ class Rules:
         for matrix in rows:
             self._shard(matrix, "row", heads=heads)
 
-    def _shard_chains(self, matrices: Sequence[WeightMatrix | None], widths: set[int]) -> None:
-        """Shards chains of matrices, each of which reads the one before: column, row, column."""
-        chains: list[Matrices] = [[]]
+    def _shard_chain(self, matrices: Sequence[WeightMatrix | None], widths: set[int]) -> None:
+        """Shards matrices that each read the one before: column, row, column."""
+        # What is decided, or is not a matrix alone, ends a chain.
+        free: list[WeightMatrix | None] = [None]
         for matrix in matrices:
-            if matrix is None or matrix.kind == "table" or not self._undecided([matrix]):
-                chains.append([])
-                continue
-            if chains[-1] and not _follows(chains[-1][-1], matrix):
-                chains.append([])
-            chains[-1].append(matrix)
-        for chain in chains:
-            self._shard_chain(chain, widths)
-
-    def _shard_chain(self, chain: Matrices, widths: set[int]) -> None:
-        if len(chain) < 2:
-            return  # `shard_tree` shards it
+            if matrix is None or matrix.kind == "table" or matrix.leaf.index in self.shardings:
+                free.append(None)
+            else:
+                free.append(matrix)
+        free.append(None)
         is_read_in_parts = False  # whether the matrix before is column-parallel
-        for matrix in chain:
+        for before, matrix, after in zip(free, free[1:], free[2:], strict=False):
+            follows, leads = _follows(before, matrix), _follows(matrix, after)
+            is_read_in_parts &= follows
+            # `shard_matrices` decides a matrix alone, and one that writes the residual stream.
+            if matrix is None or not (follows or leads):
+                continue
             if is_read_in_parts:
                 self._shard(matrix, "row")
                 is_read_in_parts = False
             elif matrix.out_size in widths:
-                continue  # `shard_tree` replicates it
+                continue
             # As the logits of a few classes.
-            elif matrix is chain[-1] and _is_narrow(matrix):
-                self._replicate(matrix, _narrow(matrix))
+            elif not leads and _is_narrow(matrix):
+                self.shardings[matrix.leaf.index] = _narrow(matrix)
             else:
                 self._shard(matrix, "column")
                 is_read_in_parts = self.shardings[matrix.leaf.index].dim is not None
@@ -302,24 +311,26 @@ class Rules:
         most = max(self.widths(matrices), default=0)
         vocabulary_sides: list[tuple[int, int, WeightMatrix]] = []
         for matrix in self._undecided(matrices):
-            is_known = matrix.is_oriented or matrix.bias is not None or _is_in_layer(matrix)
+            is_in_layer = self.tree.is_in_layer(matrix.leaf)
+            is_known = matrix.is_oriented or matrix.bias is not None or is_in_layer
             if matrix.kind == "table" or (matrix.is_flat and not is_known):
                 dim = self._vocabulary_dim(matrix)
                 vocabulary_sides.append((matrix.leaf.shape[dim], dim, matrix))
                 most = max(most, matrix.leaf.shape[dim])
         # The largest first, since it is a vocabulary.
         for size, dim, matrix in sorted(vocabulary_sides, key=lambda side: -side[0]):
-            elements = matrix.in_size * matrix.out_size
-            outer = elements // size
+            outer = matrix.leaf.size // size
             # Both sides may be widths, as of a pooler, or of what projects to another width.
             is_between = matrix.is_square or {size, outer} <= self.widths(matrices)
             if is_between and not _is_table(matrix) and size not in self.vocabularies:
                 continue
             has_rows_first = dim == min(matrix.ins + matrix.outs)
-            if elements < LARGE:
-                self._replicate(matrix, f"small, {elements:,} elements")
+            if matrix.leaf.size < LARGE:
+                self.shardings[matrix.leaf.index] = _small(matrix)
             elif has_rows_first and 2 * size < most:
-                self._replicate(matrix, f"table of {size} rows, small", outer)
+                self.shardings[matrix.leaf.index] = ModelSharding(
+                    None, f"table of {size} rows, small", outer
+                )
             else:
                 reason = "vocabulary-parallel"
                 if size % self.n:
@@ -343,18 +354,26 @@ class Rules:
         return outs
 
 
-def _is_in_layer(matrix: WeightMatrix) -> bool:
-    """Whether a matrix is in a repeated layer, of a list or stacked."""
-    return matrix.stack > 0 or bool(layer_of(matrix.leaf))
+def _sharding_of_bias(matrix: WeightMatrix, bias: Leaf, sharding: ModelSharding) -> ModelSharding:
+    """A bias is added to the outputs of its matrix, and sharded like these."""
+    if sharding.dim is None:
+        return ModelSharding(None, "like its matrix")
+    if sharding.dim in matrix.ins:
+        return ModelSharding(None, "bias of a row-parallel matrix")
+    dim = None
+    size = matrix.leaf.shape[sharding.dim]
+    if size in bias.shape:
+        dim = bias.shape.index(size)
+    return ModelSharding(dim, "bias of a column-parallel matrix")
 
 
-def _shared_sizes(matrices: Matrices) -> set[int]:
+def _shared_sizes(tree: Tree) -> set[int]:
     """The sizes of sides that all layers have, and a matrix outside of layers too."""
     outside: set[int] = set()
     by_layer: dict[tuple[str, ...], set[int]] = {}
-    for matrix in matrices:
+    for matrix in tree.matrices:
         sizes = {matrix.in_size, matrix.out_size}
-        if _is_in_layer(matrix):
+        if tree.is_in_layer(matrix.leaf):
             by_layer.setdefault(layer_of(matrix.leaf), set()).update(sizes)
         else:
             outside.update(sizes)
@@ -365,9 +384,12 @@ def _is_narrow(matrix: WeightMatrix) -> bool:
     return matrix.out_size * _NARROW < matrix.in_size
 
 
-def _narrow(matrix: WeightMatrix) -> str:
-    """The reason for not sharding a narrow matrix."""
-    return f"output of {matrix.out_size} from {matrix.in_size}, narrow"
+def _narrow(matrix: WeightMatrix) -> ModelSharding:
+    return ModelSharding(None, f"output of {matrix.out_size} from {matrix.in_size}, narrow")
+
+
+def _small(matrix: WeightMatrix) -> ModelSharding:
+    return ModelSharding(None, f"small, {matrix.leaf.size:,} elements")
 
 
 def _is_table(matrix: WeightMatrix) -> bool:
@@ -381,8 +403,10 @@ def _reads(size: int, inner: int) -> bool:
     return size in (inner, 2 * inner, 3 * inner)
 
 
-def _follows(before: WeightMatrix, after: WeightMatrix) -> bool:
+def _follows(before: WeightMatrix | None, after: WeightMatrix | None) -> bool:
     """Whether the outputs of a matrix are as many as the inputs of the next one."""
+    if before is None or after is None:
+        return False
     if before.kind == "conv" and after.kind == "linear":
         return after.in_size % before.out_size == 0  # flattened, channels first
     return before.out_size == after.in_size

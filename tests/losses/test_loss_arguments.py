@@ -112,8 +112,8 @@ LISTS: Any = {"logits": LOGITS.tolist(), "targets": TARGETS.tolist(), "mask": [1
         (losses.cross_entropy, {"mask": [1]}, "`mask` is of type list"),
         (losses.cross_entropy, {"logits": TARGETS}, "`logits` must be floating-point numbers"),
         (losses.dpo, {"chosen": [1.0]}, "`chosen` is of type list"),
-        (losses.dpo, {"beta": float("inf")}, "`beta` is inf, but must be positive and finite"),
-        (losses.dpo, {"beta": jnp.array(0.0)}, "`beta` is 0.0, but must be positive and finite"),
+        (losses.dpo, {"beta": float("inf")}, "`beta` is inf. It must be a finite number"),
+        (losses.dpo, {"beta": jnp.array(0.0)}, "`beta` is 0.0. It must be more than 0"),
         (losses.dpo, {"beta": jnp.ones(4)}, r"`beta` is of type jax.Array. .* of shape \(\) with"),
         (losses.dpo, {"beta": jnp.array(True)}, "`beta` is of type jax.Array. It must be a number"),
         (
@@ -124,7 +124,7 @@ LISTS: Any = {"logits": LOGITS.tolist(), "targets": TARGETS.tolist(), "mask": [1
         (
             losses.grpo_advantages,
             {"rewards": SUMS, "epsilon": 0},
-            "`epsilon` is 0, but must be",
+            "`epsilon` is 0. It must be more than 0",
         ),
         (losses.grpo_advantages, {"rewards": [[1, 0]]}, "`rewards` is of type list"),
         (losses.grpo, {"mask": [1]}, "`mask` is of type list"),

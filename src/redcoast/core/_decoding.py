@@ -1,7 +1,6 @@
 """The options of decoding. A model's configuration may contain its defaults."""
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,8 +96,8 @@ class Decoding:
     logits_fn: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "prefix", as_tuple(self.prefix, "prefix"))
         # Frozen dataclasses set fields in this way.
+        object.__setattr__(self, "prefix", as_tuple(self.prefix, "prefix"))
         for name in ("forced_eos", "suppress", "begin_suppress", "eos"):
             if getattr(self, name) is not None:  # distinct tokens, in a form that can be hashed
                 tokens = dict.fromkeys(as_tuple(getattr(self, name), name))
@@ -166,8 +165,7 @@ def _check_numbers(d: Decoding) -> None:
             raise ValueError(
                 f"`{name}` is {value}. It must be a probability above 0 and at most 1."
             )
-    if not math.isfinite(d.length_penalty):
-        raise ValueError(f"`length_penalty` is {d.length_penalty}. It must be a finite number.")
+    check_number("length_penalty", d.length_penalty, finite=True)
     if not _SMALLEST <= d.repetition_penalty <= _LARGEST:
         raise ValueError(
             f"`repetition_penalty` is {d.repetition_penalty}. It must be positive, from "

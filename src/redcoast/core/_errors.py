@@ -1,5 +1,6 @@
 """Argument checks that raise errors in full sentences, and notes added to errors."""
 
+import math
 import operator
 import os
 import re
@@ -41,12 +42,25 @@ def check_integer(name: str, value: Any, *, least: int = 1, most: int | None = N
     return number
 
 
-def check_number(name: str, value: object, *, above: int | float | None = None) -> None:
+def check_number(
+    name: str,
+    value: object,
+    *,
+    above: int | float | None = None,
+    least: int | float | None = None,
+    finite: bool = False,
+) -> None:
+    """Raises `TypeError` or `ValueError` unless `value` is a number within the limits."""
     # NumPy's numbers are real numbers too, and so is a bool.
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise wrong_type(name, value, "a number")
     if above is not None and not value > above:
         raise ValueError(f"`{name}` is {value}. It must be more than {above}.")
+    if least is not None and not value >= least:
+        raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
+    # NaN is not less than anything.
+    if finite and not abs(value) < math.inf:
+        raise ValueError(f"`{name}` is {value}. It must be a finite number.")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -65,9 +65,7 @@ def add_adapters(
     check_integer("rank", rank)
     check_key(key)
     if alpha is not None:
-        check_number("alpha", alpha, above=0)
-        if not math.isfinite(alpha):
-            raise ValueError(f"`alpha` is {alpha}. It must be a finite number, such as the rank.")
+        check_number("alpha", alpha, above=0, finite=True)
     matrices = find_matrices(model)
     chosen = sorted(match_targets(targets, matrices))
     if adapted := sorted(leaf_paths(model, LowRank).keys() & chosen):

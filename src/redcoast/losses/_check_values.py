@@ -34,18 +34,13 @@ def known_number(name: str, value: PyTree) -> int | float | None:
     return value.item()
 
 
-def check_above_zero(**options: PyTree) -> None:
-    for name, value in options.items():
-        number = known_number(name, value)
-        if number is not None and not 0 < number < np.inf:  # also for NaN
-            raise ValueError(f"`{name}` is {number}, but must be positive and finite.")
-
-
-def check_not_negative(**options: PyTree) -> None:
-    for name, value in options.items():
-        number = known_number(name, value)
-        if number is not None and not 0 <= number < np.inf:  # also for NaN
-            raise ValueError(f"`{name}` is {number}, but must be at least 0 and finite.")
+def check_coefficient(
+    name: str, value: PyTree, *, above: int | float | None = None, least: int | float | None = None
+) -> None:
+    """Raises unless a coefficient is a finite number within the limits, or is traced."""
+    number = known_number(name, value)
+    if number is not None:
+        check_number(name, number, above=above, least=least, finite=True)
 
 
 def at_least_float32(x: Array) -> Array:

@@ -13,14 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, PyTree, Real, Shaped
 
 from ..core._errors import check_integer
-from ._check_values import (
-    Number,
-    at_least_float32,
-    check_above_zero,
-    check_arrays,
-    check_not_negative,
-    known_number,
-)
+from ._check_values import Number, at_least_float32, check_arrays, check_coefficient, known_number
 from ._cross_entropy import mean_of_tokens
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | Float[Array, "batch seq"]
@@ -219,7 +212,7 @@ def grpo_advantages(
         ```
     """
     rewards = _check_rewards(rewards)
-    check_above_zero(epsilon=epsilon)
+    check_coefficient("epsilon", epsilon, above=0)
     centred = rewards - jnp.mean(rewards, axis=1, keepdims=True)  # (groups, samples)
     if not scale:
         return centred
@@ -412,7 +405,7 @@ def _token_losses(
             f"{shape[:1]}, or for each token, {shape}."
         )
     below, above = _clip_bounds(clip)
-    check_not_negative(kl_weight=kl_weight)
+    check_coefficient("kl_weight", kl_weight, least=0)
     counts = mask.astype(bool)  # (batch, seq)
     # Masked before the exponential: what is masked may be infinite or NaN.
     new = jnp.where(counts, at_least_float32(log_probs), 0)

@@ -8,14 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, PyTree
 
-from ._check_values import (
-    Number,
-    at_least_float32,
-    check_above_zero,
-    check_arrays,
-    check_not_negative,
-    known_number,
-)
+from ._check_values import Number, at_least_float32, check_arrays, check_coefficient, known_number
 
 
 def dpo(
@@ -65,7 +58,7 @@ def dpo(
         )
         ```
     """
-    check_above_zero(beta=beta)
+    check_coefficient("beta", beta, above=0)
     smoothing = known_number("label_smoothing", label_smoothing)
     if smoothing is not None and not 0 <= smoothing < 0.5:
         raise ValueError(
@@ -121,7 +114,7 @@ def ipo(
         )
         ```
     """
-    check_above_zero(beta=beta)
+    check_coefficient("beta", beta, above=0)
     margins = _margins(chosen, rejected, reference_chosen, reference_rejected)
     # A square has its minimum at a finite margin, while the loss of DPO falls with any larger one.
     return jnp.mean((margins - 1 / (2 * beta)) ** 2)
@@ -179,8 +172,9 @@ def kto(
         )
         ```
     """
-    check_above_zero(beta=beta)
-    check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_coefficient("beta", beta, above=0)
+    check_coefficient("desirable_weight", desirable_weight, least=0)
+    check_coefficient("undesirable_weight", undesirable_weight, least=0)
     _check_shapes(answers=answers, reference_answers=reference_answers, desirable=desirable)
     _check_shapes(unrelated=unrelated, reference_unrelated=reference_unrelated)
     # Labels of bad answers may be -1, which would be true.
@@ -230,7 +224,7 @@ def orpo(
         loss = orpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
         ```
     """
-    check_not_negative(weight=weight)
+    check_coefficient("weight", weight, least=0)
     _check_shapes(chosen=chosen, rejected=rejected)
     chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
     log_odds = (chosen - _log_complement(chosen)) - (rejected - _log_complement(rejected))
@@ -273,8 +267,8 @@ def simpo(
         loss = simpo(jnp.array([-1.2, -0.9]), jnp.array([-1.1, -1.4]))
         ```
     """
-    check_above_zero(beta=beta)
-    check_not_negative(gamma=gamma)
+    check_coefficient("beta", beta, above=0)
+    check_coefficient("gamma", gamma, least=0)
     _check_shapes(chosen=chosen, rejected=rejected)
     return -jnp.mean(
         jax.nn.log_sigmoid(beta * (at_least_float32(chosen) - at_least_float32(rejected)) - gamma)

@@ -159,7 +159,7 @@ def call_on_auto_axes(fn: Callable[..., PyTree], out_spec: OutSpec, *args: PyTre
         with auto_ambient_mesh():
             results = fn(*on_auto_axes(args))
         return on_mesh(results, mesh)
-    outputs: list[Static] = []
+    outputs: list[Static] = []  # what is no array of the results, which `auto_axes` cannot return
 
     def flat(arrays: list[PyTree]) -> list[PyTree]:
         results, rest = split(fn(*join(arrays, static)))

@@ -38,6 +38,7 @@ def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
             f"{what} has the dtype {x.dtype}, which JAX does not have.{dtype_advice(x.dtype)}"
         )
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    # What overflows becomes infinite, which the check below finds.
     with np.errstate(over="ignore"):
         narrow = x.astype(dtype)
     if x.dtype.kind in "iu":
@@ -48,6 +49,7 @@ def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
         )
     else:
         changed = np.isinf(narrow)
+        # Infinity in the array itself stays what it is.
         if np.any(changed):
             changed = changed & np.isfinite(x)
         advice = "Scale the numbers; where infinity is meant, pass `np.inf`."

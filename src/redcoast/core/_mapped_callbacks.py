@@ -52,6 +52,7 @@ def mark_mapped_callbacks() -> None:
         callback = params["callback"]
         is_mapped = any(dim is not None for dim in dims)
         if is_mapped and params["vmap_method"] in _FOR_ALL_AT_ONCE:
+            # Each `vmap` around another one adds a dimension.
             fn, levels = callback, 0
             if isinstance(callback, OfEach):
                 fn, levels = callback.fn, callback.levels

@@ -33,6 +33,7 @@ class StoredSpecs:
     def __init__(self, arrays: Arrays):
         self.were_asked_for = False
         self._arrays = arrays
+        # An optimizer knows the end of a path alone, which is that of a parameter.
         self._by_last: dict[object, list[tuple[KeyPath, Shape, PartitionSpec]]] = {}
         for path, shape, spec in arrays:
             self._by_last.setdefault(path[-1:], []).append((path, shape, spec))

@@ -181,7 +181,7 @@ def _part(model: PyTree, select: Callable[[PyTree], PyTree], chosen: PyTree) -> 
     apart = list(map(_stand_in, leaves))
     try:
         of_apart = jax.tree.leaves(select(structure.unflatten(apart)))
-    except Exception:
+    except Exception:  # it may need the arrays themselves
         of_apart = []
     candidates = ((apart, of_apart), (leaves, jax.tree.leaves(chosen)))
     for leaves_of_model, leaves_of_part in candidates:

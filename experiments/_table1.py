@@ -44,7 +44,7 @@ COLUMNS = ("paper", "bfloat16", "twice", "half")
 
 
 def print_table1(
-    out: Path, *, rows: tuple[str, ...] = (), columns: tuple[str, ...] = (), as_json: bool = False
+    out: Path, *, rows: tuple[str, ...], columns: tuple[str, ...], as_json: bool
 ) -> None:
     """Measures the chosen cells, adds them to the results in `out`, and prints all results."""
     out.mkdir(parents=True, exist_ok=True)

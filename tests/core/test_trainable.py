@@ -17,7 +17,6 @@ from redcoast.core._trainable import partition_trainable, trainable_arrays
 from redcoast.models import Llama, LlamaConfig
 
 LAST = {"layers/2/weight", "layers/2/bias"}
-LAST_BIAS = {"layers/2/bias"}
 WEIGHTS = {f"layers/{i}/weight" for i in range(3)}
 FORMS: Any = {
     "a part of the model": (lambda m: m.layers[-1], LAST),

@@ -29,10 +29,6 @@ def aligned():
     return memory[start : start + ROWS * WIDTH * 4].view(np.float32).reshape(ROWS, WIDTH)
 
 
-def foreign():
-    return np.frombuffer(bytearray(ROWS * WIDTH * 4), np.float32).reshape(ROWS, WIDTH)
-
-
 def collate_into(buffer, result=lambda x: x, slow=0.0):
     def collate_fn(examples):
         for i, example in enumerate(examples):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-CLUSTER = "a cluster"
 PROCESSES = """
 import equinox as eqx, grain, jax, jax.numpy as jnp, numpy as np, optax, redcoast as rc
 rows = list(np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32))

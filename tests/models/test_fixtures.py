@@ -11,9 +11,6 @@ from stored_outputs import STORED_OUTPUTS
 
 import redcoast as rc
 
-# One of most families; OPT, Mixtral and the captioner have tests of their own against NumPy.
-FEW = ["bert labels", "gemma2 capped low", "qwen3 moe", "t5", "mamba2", "whisper", "dinov3 gated"]
-
 
 @pytest.mark.few("bert labels", "t5")
 @pytest.mark.parametrize("name", STORED_OUTPUTS)

@@ -171,8 +171,8 @@ def small(model, batch, key):
     return jnp.mean(x**2) + jnp.mean(total) / 100 + jnp.mean(sums) / 100
 
 
-def plan_small(mesh, rows=tokens, fn=small, model=SMALL, **options):
-    return rc.plan_shardings(model, mesh, fn=fn, args=(rows(), KEY), **options)
+def plan_small(mesh, fn=small, **options):
+    return rc.plan_shardings(SMALL, mesh, fn=fn, args=(tokens(), KEY), **options)
 
 
 @pytest.mark.parametrize("sizes", few_of([*MESHES, {"pipe": 4, "data": 1, "model": 2}], MESHES[0]))

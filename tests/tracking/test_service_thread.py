@@ -54,11 +54,11 @@ def service_and_logger(request, monkeypatch, tmp_path):
     return request.param, install
 
 
-def log_run(log, steps=50):
+def log_run(log):
     """As `fit` does."""
     run = rc.RunInfo(plan="1 device", config={"batch_size": 32})
     with rc.metrics_reader([rc.progress_logger(False), log], run) as reader:
-        for step in range(1, steps + 1):
+        for step in range(1, 51):
             reader.write({"eval/loss": float(step)}, step)
 
 

@@ -132,8 +132,8 @@ COUPLED = {
 }
 
 
-def found_in(fn, mesh=MESHES[0]):
-    plan = rc.plan_shardings(W, mesh, fn=fn, args=(BATCH, jax.random.key(0)))
+def found_in(fn):
+    plan = rc.plan_shardings(W, MESHES[0], fn=fn, args=(BATCH, jax.random.key(0)))
     return plan.report.program.coupled, plan.table()
 
 

@@ -21,10 +21,6 @@ def labels_of(tree):
     return jax.tree_util.tree_map_with_path(named, tree)
 
 
-def is_last(labels):
-    return jax.tree.map(lambda label: label == "last", labels)
-
-
 def groups(labels):
     return optax.multi_transform({"last": optax.sgd(0.5), "others": optax.sgd(0.1)}, labels)
 

@@ -270,11 +270,6 @@ def test_a_step_with_an_infinite_gradient_is_skipped():
     assert eqx.tree_equal(after.model, state.model)
 
 
-def noisy_loss(model, batch, key):
-    noise = jax.random.normal(key, batch["x"].shape)
-    return loss_fn(model, {**batch, "x": batch["x"] + noise}, key)[0]
-
-
 @pytest.mark.thorough
 def test_keys_differ_by_step_and_microbatch_and_are_deterministic():
     losses = []

@@ -80,7 +80,7 @@ def layers_of(s: Sizes, layer: Shapes, *, scanned: bool) -> PyTree:
     return [layer] * s.layers
 
 
-def learned_shapes(s: Sizes, *, fused: bool = False, scanned: bool = False) -> PyTree:
+def learned_shapes(s: Sizes, *, fused: bool, scanned: bool) -> PyTree:
     """The shapes of GPT-2 or OPT, with learned positions and a tied head."""
     return {
         "embed": (s.vocab, s.width),

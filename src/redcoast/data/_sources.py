@@ -318,7 +318,7 @@ def _has_examples(part: object) -> bool:
     return hasattr(part, "__iter__") and not hasattr(part, "__array__")
 
 
-def count_examples(examples: object, name: str = "examples") -> int | None:
+def count_examples(examples: object, name: str) -> int | None:
     """Returns the number of examples in an epoch; `None` for a stream or without examples."""
     if examples is None or isinstance(examples, Stream):
         return None

@@ -39,9 +39,9 @@ def run_application(
     *,
     host: str,
     port: int,
-    key: str | None = None,
-    wait: int | float = 0.005,
-    timeout: int | float = 30.0,
+    key: str | None,
+    wait: int | float,
+    timeout: int | float,
 ) -> None:
     """Serves until the process is terminated."""
     app = make_app(served, server, wait=wait, key=key, host=host, timeout=timeout)

@@ -1,14 +1,13 @@
 """The options of decoding. A model's configuration may contain its defaults."""
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtyping import Array, Float
 
-from ._errors import check_kind, check_number, wrong_type
+from ._errors import check_integer, check_kind, check_number
 from ._frames import hide_frames_of_init
 
 _SAMPLING = ("top_k", "top_p", "min_p")
@@ -120,18 +119,7 @@ def as_tuple(tokens: int | Sequence[int], name: str = "eos") -> tuple[int, ...]:
     # Arrays of NumPy have a length, and are no `Sequence`.
     if hasattr(tokens, "__len__"):
         several = tokens
-    return tuple(as_integer(name, token) for token in several)  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
-
-
-def as_integer(name: str, value: Any) -> int:
-    wrong = wrong_type(name, value, "a concrete integer")
-    # A bool is an int in Python.
-    if isinstance(value, bool):
-        raise wrong
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise wrong from error
+    return tuple(check_integer(name, token, least=None) for token in several)  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
 
 
 def _check_counts(d: Decoding) -> None:
@@ -139,11 +127,11 @@ def _check_counts(d: Decoding) -> None:
     least |= dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
     for name, bound in least.items():
         value = getattr(d, name)
-        if value is not None and as_integer(name, value) < bound:
-            raise ValueError(f"`{name}` is {value}. It must be at least {bound}.")
+        if value is not None:
+            check_integer(name, value, least=bound)
     for name in ("forced_bos", "pad"):
         if getattr(d, name) is not None:
-            as_integer(name, getattr(d, name))
+            check_integer(name, getattr(d, name), least=None)
     if not all(d.bad_words):
         raise ValueError("`bad_words` holds an empty sequence. Each must have at least one token.")
 

@@ -25,7 +25,7 @@ def check_functions(**functions: object) -> None:
             raise wrong_type(name, fn, "a function")
 
 
-def check_integer(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
+def check_integer(name: str, value: Any, *, least: int | None = 1, most: int | None = None) -> int:
     """Returns an integer of Python; raises `TypeError` or `ValueError` for other values."""
     try:
         # Also of NumPy's integers.
@@ -35,7 +35,7 @@ def check_integer(name: str, value: Any, *, least: int = 1, most: int | None = N
     # A bool is an int in Python.
     if isinstance(value, bool):
         raise wrong_type(name, value, "an integer")
-    if number < least:
+    if least is not None and number < least:
         raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
     if most is not None and number > most:
         raise ValueError(f"`{name}` is {number:,}. It must be at most {most:,}.")

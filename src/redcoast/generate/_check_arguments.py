@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ..core._decoding import as_integer
 from ..core._dtypes import check_unmasked
-from ..core._errors import check_flag
+from ..core._errors import check_flag, check_integer
 from ..core._program_lines import describe_array
 from ..core._train_state import refuse_state
 from ..distributed._agreement import Listing, agree
@@ -24,8 +23,7 @@ from ._request import Request
 
 
 def check_count(max_new_tokens: object) -> None:
-    if (count := as_integer("max_new_tokens", max_new_tokens)) < 1:
-        raise ValueError(f"`max_new_tokens` is {count}. It must be at least 1.")
+    check_integer("max_new_tokens", max_new_tokens)
 
 
 def check_stream(beams: int, *, traced: bool) -> None:
@@ -55,8 +53,7 @@ def check_rows(
     model: PyTree, tokens: object, mask: object, rows: object, beams: int, *, traced: bool
 ) -> None:
     """Raises if results cannot be generated in fewer rows."""
-    if (count := as_integer("rows", rows)) < 1:
-        raise ValueError(f"`rows` is {count}. It must be at least 1.")
+    check_integer("rows", rows)
     if beams > 1:
         raise ValueError(f"`rows` is not supported for beam search (`beams={beams}`).")
     if traced:

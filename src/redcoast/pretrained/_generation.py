@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core._decoding import GREEDY, Decoding, as_integer, as_tuple
-from ..core._errors import several, short_repr
+from ..core._decoding import GREEDY, Decoding, as_tuple
+from ..core._errors import check_integer, several, short_repr
 from ..core._frames import warn
 from ._neutral import is_neutral
 from ._settings import Implemented, Settings, present, published_ids
@@ -200,7 +200,7 @@ def with_generation(
             if field == "eos":
                 value = as_tuple(value, name)
             else:
-                value = as_integer(name, value)
+                value = check_integer(name, value, least=None)
             config = dataclasses.replace(config, **{field: value})
         except _ERRORS as error:
             invalid.append(f"`{name}`, which is {short_repr(value)} ({error})")

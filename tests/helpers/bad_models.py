@@ -150,7 +150,7 @@ ROWS = {
         ),
     ],
     "loggers": [
-        (lambda d: rc.console_logger(every=-1), ValueError, "`every` must be .* -1"),
+        (lambda d: rc.console_logger(every=-1), ValueError, "`every` is -1. It must be at least 0"),
         (lambda d: rc.console_logger(every="1"), TypeError, "`every` is '1'"),
         (lambda d: rc.wandb_logger(project="p", config=3), TypeError, "`config` is of type int"),
         (lambda d: rc.wandb_logger(project=3), TypeError, "`project` is 3"),
@@ -159,7 +159,7 @@ ROWS = {
         (
             lambda d: rc.wandb_logger(project="p", close_timeout=-1),
             ValueError,
-            "`close_timeout` must be .* -1",
+            "`close_timeout` is -1. It must be at least 0",
         ),
         (
             lambda d: rc.wandb_logger(project="p", queue_size=0),

@@ -214,9 +214,7 @@ def console_logger(*, every: int | float | None = None, steps: int | None = None
         ```
     """
     if every is not None:
-        check_number("every", every)
-    if every is not None and not every >= 0:
-        raise ValueError(f"`every` must be at least 0 seconds, but is {every}.")
+        check_number("every", every, least=0)
     if steps is not None:
         check_integer("steps", steps)
     if every is not None and steps is not None:

@@ -231,9 +231,7 @@ def wandb_logger(
     else:
         words = "the name of a W&B project, or a run that `wandb.init` returned"
         check_kind("project", project, str, words)
-    check_number("close_timeout", close_timeout)
-    if not close_timeout >= 0:
-        raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
+    check_number("close_timeout", close_timeout, least=0)
     check_integer("queue_size", queue_size)
     plain = plain_config(config)
     options = {"project": project, "name": name, "config": plain, **init_options}

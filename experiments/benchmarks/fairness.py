@@ -11,7 +11,6 @@ that they do not depend on the machine.
 import contextlib
 import http.client
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,7 +26,7 @@ import tyro
 
 sys.path.append(str(Path(__file__).parents[1]))
 from _cells import markdown
-from serving import random_model
+from serving import SERVE, random_model, server
 
 HEAD = ["meanwhile", "first token, median", "first token, longest", "new tokens/s", "seconds"]
 
@@ -36,15 +35,14 @@ HEAD = ["meanwhile", "first token, median", "first token, longest", "new tokens/
 class Config:
     seconds: float = 8.0  # of the measurement without others
     new: int = 16  # tokens of a small answer
-    # arguments of Python that start the server
-    server: tuple[str, ...] = ("-c", "from redcoast_cli import main; main()", "serve")
+    server: tuple[str, ...] = SERVE  # arguments of Python that start the server
 
 
 def main(c: Config) -> None:
     """Prints a table with a line for each kind of other clients."""
     with tempfile.TemporaryDirectory() as folder:
         weights = random_model(Path(folder) / "model")
-        with started(c, weights) as address:
+        with server(c.server, weights) as address:
             warm(c, address)
             lines = []
             loads = {
@@ -67,26 +65,6 @@ def warm(c: Config, address: str) -> None:
         for temperature in (0, 1):
             with answered(address, body | {"temperature": temperature}) as response:
                 response.read()
-
-
-@contextlib.contextmanager
-def started(c: Config, weights: Path) -> Iterator[str]:
-    options = ["--weights", str(weights), "--name", "model", "--port", "0", "--mesh", "1"]
-    command = [sys.executable, *c.server, *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    try:
-        text = ""
-        while "running on http://" not in text:
-            text = process.stderr.readline().decode()
-            if not text:
-                raise SystemExit("The server ended before it was ready.")
-        reading = threading.Thread(target=process.stderr.read, daemon=True)
-        reading.start()  # so that the server can go on writing
-        yield text.split("running on http://")[1].split()[0]
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def measured(c: Config, address: str, load: Callable[[], Any]) -> list[str]:

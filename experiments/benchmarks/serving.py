@@ -15,8 +15,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from _tokenizers import byte_tokenizer
 
 HEAD = ["answers at once", "may wait", "clients", "requests/s", "new tokens/s"]
 HEAD += ["median, s", "95 %, s", "refused"]
+# Arguments of Python that start the server.
+SERVE = ("-c", "from redcoast_cli import main; main()", "serve")
 WORDS = "The mesh has a data axis and a model axis. "
 
 
@@ -58,7 +61,8 @@ def main(c: Config) -> None:
         weights = weights or random_model(Path(folder) / "random")
         lines = []
         for rows, waiting in ((c.rows, 256), (1, 256), (c.rows, c.rows)):
-            with server(weights, rows, waiting) as address:
+            limits = ["--rows", str(rows), "--waiting", str(waiting)]
+            with server(SERVE, weights, *limits) as address:
                 warm(c, address, rows)
                 counts = c.clients
                 if waiting <= rows:
@@ -79,12 +83,14 @@ def random_model(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def server(weights: Path, rows: int, waiting: int) -> Iterator[str]:
-    """Runs the server, and gives its address."""
-    options = ["--weights", str(weights), "--name", "model", "--port", "0", "--mesh", "1"]
-    options += ["--rows", str(rows), "--waiting", str(waiting)]
-    command = [sys.executable, "-c", "from redcoast_cli import main; main()", "serve", *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def server(command: Sequence[str], weights: Path, *options: str) -> Iterator[str]:
+    """Runs a server, and gives its address."""
+    always = ["--weights", str(weights), "--name", "model", "--port", "0", "--mesh", "1"]
+    process = subprocess.Popen(
+        [sys.executable, *command, *always, *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     assert process.stderr is not None
     try:
         text = ""
@@ -92,10 +98,12 @@ def server(weights: Path, rows: int, waiting: int) -> Iterator[str]:
             text = process.stderr.readline().decode()
             if not text:
                 raise SystemExit("The server ended before it was ready.")
+        # Read on, so that the server does not wait for room in the pipe.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
         yield text.split("running on http://")[1].split()[0]
     finally:
         process.terminate()
-        process.communicate()
+        process.wait()
 
 
 def warm(c: Config, address: str, rows: int) -> None:

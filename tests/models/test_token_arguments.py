@@ -151,3 +151,24 @@ def test_a_cache_has_a_row_and_a_slot_for_each_token():
         model.decode(TOKENS[:, :2], cache)
     with pytest.raises(ValueError, match="has 2 slots, of which 0 are filled, and there are 3 new"):
         eqx.filter_jit(lambda: model.decode(TOKENS, model.init_cache(2, 2)))()
+
+
+@pytest.mark.usefixtures("no_annotations")
+def test_images_and_sounds_are_floats_and_have_no_mask():
+    """Bytes of pixels were taken as they are, and a mask was not read."""
+    sizes: dict[str, Any] = {"width": 8, "layers": 1, "heads": 2, "hidden": 12}
+    vit = models.ViT(models.ViTConfig(**sizes, image=(4, 4), patch=(2, 2)), key=KEY)
+    config = models.WhisperConfig(
+        vocab=11, **sizes, decoder_layers=1, frames=4, mels=3, decoder_start=1
+    )
+    whisper = models.Whisper(config, key=KEY)
+    pixels, features = np.zeros((2, 3, 4, 4), np.float32), np.zeros((2, 3, 4), np.float32)
+    for call, inputs in ((vit, pixels), (whisper.encode, features)):
+        with pytest.raises(ValueError, match=r"has dtype uint8 .* floating-point numbers that are"):
+            call(inputs.astype(np.uint8))
+        with pytest.raises(ValueError, match=r"has dtype float32 and shape .* must have the shape"):
+            call(inputs[0])
+        with pytest.raises(TypeError, match="is of type list. It must be an array"):
+            call(inputs.tolist())
+        with pytest.raises(ValueError, match="`mask` marks padding tokens"):
+            call(inputs, mask=np.ones((2, 4)))

@@ -83,6 +83,7 @@ def test_the_norm_of_the_gradients_reads_parts():
     as much."""
     plan, state, step = planned(ADAM, rc.make_mesh(data=8))
     text = rc.compile_step(step, plan.shardings).lower(state, ROWS).compile().as_text()
+    assert text is not None
     squares = re.findall(r'= f32\[([\d,]+)\]\S* multiply\(.*square"', text)
     assert set(squares) == {"64,16", "16,64", "128"}
 

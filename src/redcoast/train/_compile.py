@@ -433,7 +433,7 @@ class CompiledStep:
 
     def _jit(self, kind: _StateKind, constants: Static, *, ambient: bool) -> Jitted:
         def step(arrays: Arrays, others: Arrays) -> tuple[Arrays, PyTree]:
-            # For optimizers that send parts of the arrays.
+            # For gradients of what is stored in parts, and optimizers that send parts of arrays.
             specs = stored_specs(join(kind.shardings, kind.static), join(arrays, kind.static))
             with stored_as(specs):
                 return self._step(arrays, kind.static, others, constants, ambient)

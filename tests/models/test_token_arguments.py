@@ -163,7 +163,8 @@ def test_images_and_sounds_are_floats_and_have_no_mask():
     )
     whisper = models.Whisper(config, key=KEY)
     pixels, features = np.zeros((2, 3, 4, 4), np.float32), np.zeros((2, 3, 4), np.float32)
-    for call, inputs in ((vit, pixels), (whisper.encode, features)):
+    calls: list[tuple[Any, np.ndarray]] = [(vit, pixels), (whisper.encode, features)]
+    for call, inputs in calls:
         with pytest.raises(ValueError, match=r"has dtype uint8 .* floating-point numbers that are"):
             call(inputs.astype(np.uint8))
         with pytest.raises(ValueError, match=r"has dtype float32 and shape .* must have the shape"):

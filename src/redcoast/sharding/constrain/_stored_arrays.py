@@ -20,11 +20,14 @@ from ...core._control_flow import primitive_name
 from ...core._jaxpr import bind_again
 from ..operations import Atom, shape_of
 from ..operations._elementwise_rules import ELEMENTWISE
+from ..operations._rule_table import VIEWS
 from ..program._program import LARGE_CONSTANT
 from ..program._trace import Arrays
 from ..program._walk import Scope
 from ._bound_equation import values_of
 from ._shardings import Shardings
+
+_CHANGING = ELEMENTWISE | VIEWS | {"transpose"}
 
 
 @dataclass
@@ -77,12 +80,18 @@ class StoredArrays:
             table, *indices = equation.invars
             looked_up = self._gather_for_lookups(table, operands[0])
             return [looked_up, *map(self.gather, indices, operands[1:])]
-        is_narrowed = any(self.are_stored(equation.invars)) and self._narrows(equation)
         operands = list(map(self.gather, equation.invars, operands))
-        if is_narrowed:
-            # Lookups in what is cast have a constraint of their own too.
+        if self._changes_gathered(equation):
+            # Lookups in what is cast, scaled or reshaped have a constraint of their own too.
             self.gathered.update(equation.outvars)
         return operands
+
+    def _changes_gathered(self, equation: JaxprEqn) -> bool:
+        """Whether an equation casts, scales or rearranges arrays that were gathered."""
+        arrays = [atom for atom in equation.invars if shape_of(atom)]
+        if primitive_name(equation) not in _CHANGING or not arrays:
+            return False
+        return all(not isinstance(atom, Literal) and atom in self.gathered for atom in arrays)
 
     def _gather_for_lookups(self, table: Atom, x: object) -> object:
         """An array with a constraint of its own for lookups.

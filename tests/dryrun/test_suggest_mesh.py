@@ -25,6 +25,7 @@ from redcoast.dryrun._job import make_job, plan_job
 from redcoast.dryrun._mesh_search import choose_mesh, estimate_mesh, promising, suggest
 from redcoast.dryrun._mesh_table import Candidate
 from redcoast.dryrun._target_name import parse_target
+from redcoast.sharding.solver._hardware import gradient_sum
 
 OPTIMIZER = optax.sgd(1e-3)
 
@@ -290,17 +291,25 @@ def test_estimates_use_the_figures_of_the_target():
     assert actual.model_bandwidth > 4 * actual.batch_bandwidth > 0  # between hosts
 
 
-def test_gradients_over_a_whole_slice_of_v4_are_priced_as_all_reduces():
-    # As its compiler sums them: `scatter_ahead.py`.
+def test_gradients_are_priced_as_compilers_sum_them():
+    """`scatter_ahead.py` prints these figures for TPUs: over all chips of a three-dimensional slice
+    by all-reduces, and over some of them in two steps."""
     place = replace(target_place("cpu:8"), target=parse_target("v4:2x2x2"))
-    whole = rc.make_mesh(data=1, fsdp=8, devices=place.devices)
-    part = rc.make_mesh(data=2, fsdp=4, devices=place.devices)
-    copies = rc.make_mesh(data=8, devices=place.devices)
-    assert not planner_hardware(place, whole).scatters
-    assert not planner_hardware(place, copies).scatters
-    assert planner_hardware(place, part).scatters
-    flat = replace(place, target=parse_target("v5e:2x4"))
-    assert planner_hardware(flat, whole).scatters
+    mesh = rc.make_mesh(data=8, devices=place.devices)
+
+    def sent(target, shards):
+        hardware = planner_hardware(replace(place, target=parse_target(target)), mesh)
+        return gradient_sum(hardware, 8, shards, 8.0)
+
+    whole, scattered = 2 * 7 / 8 * 8, 7 / 8 * 8
+    assert sent("v4:2x2x2", 8) == whole
+    assert sent("v5e:2x4", 8) == scattered
+    assert sent("h100:8", 8) == scattered
+    in_two_steps = 3 / 4 * 8 + 2 * 1 / 2 * 8 / 4
+    assert sent("v4:2x2x2", 4) == in_two_steps
+    assert sent("v5e:2x4", 4) == in_two_steps
+    assert sent("h100:8", 4) == in_two_steps
+    assert sent("cpu:8", 4) == whole
 
 
 @pytest.mark.thorough

@@ -91,7 +91,7 @@ def check(fn, model, batch, plan):
 
 def slow():
     """Devices on which it pays to split even small programs."""
-    return rc.Hardware(flops=1e6, memory_bandwidth=1e7)
+    return rc.Hardware(flops=1e6, memory_bandwidth=1e7, scatters=False)
 
 
 def plan_of(fn, model, batch, shape=(2, 2, 2), **options):

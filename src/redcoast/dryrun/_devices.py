@@ -20,7 +20,7 @@ from ..core._target import target_of
 from ..distributed._kv_store import exchange
 from ..distributed._mesh import BATCH_AXES, make_mesh
 from ..sharding import Hardware
-from ..sharding.solver._hardware import hardware_for, hardware_of, scatters_gradients
+from ..sharding.solver._hardware import hardware_for, hardware_of, not_scattered
 from ..train._compiler_options import Option, check_compiler_options, compiler_options_for
 from ._chips import SHARE, Chip
 from ._links import axis_bandwidths
@@ -380,8 +380,7 @@ def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     hardware = hardware_for(chip.kind, usable)
     if chip.kind != "tpu":
         return hardware
-    scatters = scatters_gradients(chip.device_kind, place.target.shape, mesh.shape)
-    return replace(hardware, scatters=scatters)
+    return replace(hardware, not_scattered=not_scattered(chip.device_kind, place.target.shape))
 
 
 def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardware:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._mesh_axes import parts
+from .._mesh_axes import parts, used_axes
 from ..pipeline._draws import RandomBits
 from ..pipeline._stages import Pipeline
 from ..program._batch_dims import BatchDims, batch_over
@@ -19,7 +19,8 @@ from ..program._graph import Value
 from ..program._program import Program
 from ..program._tensor_sequence import find_sequence
 from ..tree._leaf_plans import Compute
-from ..tree._overrides import spec_axes
+from ..tree._overrides import axes_of_spec, spec_axes
+from ._gather_stored import gather_stored
 from ._product_order import orders_of_products
 
 
@@ -77,9 +78,12 @@ class Shardings:
     def _is_in(self, node: int, classes: frozenset[int]) -> bool:
         return self.classes.divides(node) and self.classes[node] in classes
 
-    def constrain(self, x: Any, value: Value) -> Any:
-        """Constrains an array to the sharding of its value."""
-        return self._constrain(x, value, self.classes_over_model(value))
+    def constrain(self, x: Any, value: Value, stored: P | None = None) -> Any:
+        """Constrains an array to the sharding of its value.
+
+        If it is `stored` by another one, that is the sharding of its cotangent.
+        """
+        return self._constrain(x, value, self.classes_over_model(value), stored)
 
     def classes_over_model(self, value: Value) -> frozenset[int]:
         """The classes along which a value is sharded over the axes of tensor parallelism."""
@@ -98,7 +102,9 @@ class Shardings:
             return x
         return self._constrain(x, value, self.chosen)
 
-    def _constrain(self, x: Any, value: Value, chosen: frozenset[int]) -> Any:
+    def _constrain(
+        self, x: Any, value: Value, chosen: frozenset[int], stored: P | None = None
+    ) -> Any:
         if not value.shape or not isinstance(x, jax.Array):
             return x
         entries: list[object] = list(self.spec(value, chosen))
@@ -107,7 +113,16 @@ class Shardings:
         for d, node in enumerate(value.dims):
             if entries[d] is None and node in free:
                 entries[d] = P.UNCONSTRAINED
-        return self.with_spec(x, P(*entries))
+        if stored is None or not self._divides_gradient(stored):
+            return self.with_spec(x, P(*entries))
+        whole = NamedSharding(self.mesh, P(*entries))
+        return gather_stored(x, whole, NamedSharding(self.mesh, stored))
+
+    def _divides_gradient(self, stored: P) -> bool:
+        """Whether some of the devices that sum a gradient store the same part of it."""
+        summed = set(used_axes(self.batch_axes, self.mesh.shape))
+        own = summed.intersection(axes_of_spec(stored))
+        return own < summed and len(own) > 0
 
     def with_spec(self, x: jax.Array, spec: P) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

@@ -69,7 +69,7 @@ class StoredArrays:
             return x
         if atom in self.stored:
             # Later uses share the constraint: XLA gathers the array once for all of them.
-            self.env[atom] = self.shardings.constrain(self.env[atom], self.scope.values[atom])
+            self.env[atom] = self._constrained(atom)
             self.stored.discard(atom)
             self.gathered.add(atom)
         return self.env[atom]
@@ -103,9 +103,12 @@ class StoredArrays:
         if isinstance(table, Literal) or not (table in self.stored or table in self.gathered):
             return x
         if table not in self.for_lookups:
-            value = self.scope.values[table]
-            self.for_lookups[table] = self.shardings.constrain(self.env[table], value)
+            self.for_lookups[table] = self._constrained(table)
         return self.for_lookups[table]
+
+    def _constrained(self, atom: Var) -> jax.Array:
+        value, spec = self.scope.values[atom], self.specs.get(atom)
+        return self.shardings.constrain(self.env[atom], value, spec)
 
     def takes_layers(self, equation: JaxprEqn) -> bool:
         """Whether an equation casts or scales a stack of layers, or takes some of them."""

@@ -12,7 +12,7 @@ from ..operations import atom_bytes
 from ..pipeline._stages import Pipeline
 from ..program._graph import Source, SourcePath, Work, path_of
 from ..solver._figures import Pipelining
-from ..solver._hardware import all_gather, all_reduce
+from ..solver._hardware import all_gather, all_reduce, scatters_over
 from ..solver._layout import StorageLayout
 from ..solver._memory_access import reads_narrow
 from ..solver._planned_collectives import gathered_bytes, of_batch, of_model
@@ -113,7 +113,8 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
         if collective.root in reasons.sets:
             names = reasons.sets[collective.root].names
         what, size = "all-reduces", collective.bytes
-        if decision.is_along_sequence(collective.dims) and decision.hardware.scatters:
+        is_scattered = scatters_over(decision.hardware, decision.n)
+        if is_scattered and decision.is_along_sequence(collective.dims):
             # The other half of an all-reduce is an all-gather, which `_gathers_of_sequence` has.
             what, size = "reduce-scatters", size / 2
         cause = f"{what} of activations, {_way(collective.backward)}: {names}"
@@ -137,6 +138,7 @@ def _over_batch(reasons: Reasons, in_parts: bool) -> Iterator[Sent]:
         "by index": "rows of the batch, looked up and added by index",
         "halos": "halos of convolutions and windows",
         "turned": "all-to-alls around Fourier transforms",
+        "transposed": "all-to-alls of tables of all pairs, which are transposed",
         "uneven": "all-gathers of examples, where a size does not divide",
         "moved": "rows of the batch, which other devices need",
     }
@@ -149,7 +151,7 @@ def _over_batch(reasons: Reasons, in_parts: bool) -> Iterator[Sent]:
     elif of_tokens:
         causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
     # XLA reduce-scatters a gradient to the shards that its array is stored or updated in.
-    shards = gradient_shards(decision.batch_axes, decision.sizes)
+    shards = gradient_shards(decision.used_batch_axes, decision.sizes)
     if in_parts:
         shards = decision.batch.count
     graph = decision.program.graph

@@ -14,8 +14,8 @@ DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 # The part of the memory that an estimate may use: it does not include the compiler's temporaries.
 FILLED = 0.85
 _COMPILERS = "cpu", "gpu", "tpu"
-# Their compiler all-reduces over all chips of a three-dimensional slice what it should scatter.
-_ALL_REDUCED = "TPU v4", "TPU v5"  # the second is v5p
+# Their compiler does not scatter over all chips of a three-dimensional slice.
+_NOT_SCATTERED = "TPU v4", "TPU v5"  # the second is v5p
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,16 @@ class Hardware:
     - `adds_first`: Whether the compiler adds the gradients of several uses of one value before the
         all-reduce, so that they cost only one. XLA does so for GPU and TPU.
     - `scatters`: Whether the compiler uses a reduce-scatter for a gradient that is sharded over the
-        devices that it is summed over. XLA does so for GPU and TPU, but on TPU v4 and v5p not over
-        all chips of a three-dimensional slice.
+        devices that it is summed over. XLA does so for GPU and TPU. If it is sharded over some of
+        them, XLA all-reduces the parts over the others.
     - `overlaps`: Whether the compiler gathers weights and sums gradients while it computes. XLA
         does so for GPU and TPU.
     - `compiler`: The compiler whose memory use is estimated: `"cpu"`, `"gpu"` or `"tpu"`. For GPU
         and TPU, XLA recomputes squares where they are read. For TPU, it also recomputes
         exponentials and similar functions, and stores arrays in bfloat16 if only products of
         default precision read them.
+    - `not_scattered`: The number of devices over which the compiler uses an all-reduce in any case:
+        on TPU v4 and v5p, all chips of a three-dimensional slice.
 
     !!! example
 
@@ -69,12 +71,14 @@ class Hardware:
     scatters: bool = True
     overlaps: bool = True
     compiler: str = "gpu"
+    not_scattered: int | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[:5]:  # the speeds and the memory
-            value = getattr(self, field.name)
+        numbers = [field.name for field in dataclasses.fields(self)[:5]]  # speeds and memory
+        for name in (*numbers, "not_scattered"):
+            value = getattr(self, name)
             if value is not None:
-                check_number(field.name, value, above=0)
+                check_number(name, value, above=0)
         if self.compiler not in _COMPILERS:
             raise ValueError(f'`compiler` is {self.compiler!r}. It must be "cpu", "gpu" or "tpu".')
 
@@ -97,22 +101,17 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
         return hardware
     coordinates = zip(*(device.coords for device in mesh.devices.flat), strict=True)
     shape = [len(set(along)) for along in coordinates]
-    kind = mesh.devices.flat[0].device_kind
-    scatters = scatters_gradients(kind, shape, mesh.shape)
-    return dataclasses.replace(hardware, scatters=scatters)
+    chips = not_scattered(mesh.devices.flat[0].device_kind, shape)
+    return dataclasses.replace(hardware, not_scattered=chips)
 
 
-def scatters_gradients(device_kind: str, shape: Sequence[int], axes: Mapping[str, int]) -> bool:
-    """Whether gradients are reduce-scattered in TPU slices of so many chips along each dimension.
-
-    They are scattered over `fsdp`, or over `data` to the devices that update parts of copies.
-    """
-    shards = axes.get("fsdp", 1)
-    if shards == 1:
-        shards = axes.get("data", 1)
-    is_whole = math.prod(shape) == shards
+def not_scattered(device_kind: str, shape: Sequence[int]) -> int | None:
+    """The number of chips, if any, over which nothing is reduce-scattered in a TPU slice of so many
+    along each dimension."""
     has_three_dims = sum(size > 1 for size in shape) == 3
-    return not (device_kind in _ALL_REDUCED and is_whole and has_three_dims)
+    if device_kind in _NOT_SCATTERED and has_three_dims:
+        return math.prod(shape)
+    return None
 
 
 def hardware_for(platform: str, memory: int | float | None) -> Hardware:
@@ -124,6 +123,19 @@ def hardware_for(platform: str, memory: int | float | None) -> Hardware:
     if platform == "tpu":
         return Hardware(memory=memory, compiler="tpu")
     return Hardware(memory=memory, compiler="gpu")
+
+
+def scatters_over(hardware: Hardware, devices: int) -> bool:
+    """Whether what is summed over so many devices, and divided over them, is reduce-scattered."""
+    return devices > 1 and hardware.scatters and devices != hardware.not_scattered
+
+
+def gradient_sum(hardware: Hardware, devices: int, shards: int, size: int | float) -> int | float:
+    """Bytes that each of `devices` sends to sum a gradient of `size` bytes, of which as many as
+    `shards` store different parts."""
+    if not scatters_over(hardware, shards):
+        return all_reduce(devices, size)
+    return all_gather(shards, size) + all_reduce(devices // shards, size / shards)
 
 
 def all_reduce(count: int, size: int | float) -> int | float:

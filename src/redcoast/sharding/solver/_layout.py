@@ -16,6 +16,7 @@ from ..tree._leaf_plans import trim_spec
 from ..tree._leaves import LARGE
 from ..tree._overrides import axes_of_spec, spec_axes, spec_parts
 from ._buffers import ModelArray, WrittenBytes
+from ._hardware import scatters_over
 from ._memory_access import padding
 from ._peak import find_peak
 from ._planned_collectives import cast_share, parts_together
@@ -103,7 +104,7 @@ class StorageLayout:
         sizes: list[float] = []
         for place, value in enumerate(self.decision.program.parameters):
             spec = self.specs[place]
-            if self.decision.hardware.scatters:
+            if scatters_over(self.decision.hardware, self.decision.batch.count):
                 spec = self.update_specs.get(place, spec)
             size = value.grad * value.bytes / spec_parts(spec, self.decision.sizes)
             if place in self.updated:

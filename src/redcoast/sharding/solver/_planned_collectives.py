@@ -35,7 +35,13 @@ from ..program._graph import (
 )
 from ..program._remat import keeps_gathers, recomputes_little
 from ..program._shared_programs import once
-from ._hardware import Hardware, all_gather, all_reduce
+from ._hardware import (
+    Hardware,
+    all_gather,
+    all_reduce,
+    gradient_sum,
+    scatters_over,
+)
 from ._moved_rows import is_spectrum, moved_rows
 
 Cause = Literal[
@@ -228,8 +234,7 @@ class _OverBatch:
         apart = _summed_apart(self.graph, hardware)
         # Gradients of all rows are summed together, whether the rows are linked or not.
         all_rows = -1
-        # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
-        is_scattered = hardware.scatters and self.gradient_shards == batch.count
+        is_scattered = scatters_over(hardware, self.gradient_shards)
         # A reduce-scatter is done before a cast, so that fewer bytes are sent.
         for summed in _once(
             self.graph, split, apart, lambda node: all_rows, through_casts=not is_scattered
@@ -251,11 +256,9 @@ class _OverBatch:
             if is_gradient:
                 devices, others = batch.around(summed.node, dims)
                 # Where each use is summed alone, so is each dimension of the batch.
-                if hardware.adds_first:
+                if hardware.adds_first or is_scattered:
                     devices = batch.count
-                sent = all_reduce(devices, size / others)
-                if is_scattered:
-                    sent = all_gather(batch.count, size / others)
+                sent = gradient_sum(hardware, devices, self.gradient_shards, size / others)
                 yield PlannedCollective("gradients", sent, dims, source, backward=True)
             elif not summed.backward and self._looks_up_other_rows(summed):
                 table = id(source[-1].invars[0])  # XLA gathers it once for all lookups
@@ -270,7 +273,7 @@ class _OverBatch:
 
     def _sum(self, devices: int, size: int | float, is_divided: bool) -> int | float:
         """Bytes that each device sends for a sum; if the result is divided, it needs a part."""
-        if is_divided and self.hardware.scatters:
+        if is_divided and scatters_over(self.hardware, devices):
             return all_gather(devices, size)
         return all_reduce(devices, size)
 

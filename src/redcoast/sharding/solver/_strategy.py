@@ -281,7 +281,7 @@ def _solve(
         hardware,
         model=n,
         fsdp=fsdp,
-        gradient_shards=gradient_shards(strategy.batch, sizes),
+        gradient_shards=gradient_shards(batch.over(strategy.batch), sizes),
     )
     picked = search_classes(problem)
     cost = problem.seconds(picked)

@@ -52,6 +52,13 @@ def shuffled(h):
     return jax.random.permutation(jax.random.key(0), len(h))
 
 
+def covariances(h):
+    """A table of all pairs of rows and its transpose."""
+    rows = jnp.mean(h, 1)
+    pairs = jnp.tanh(rows[:, None] - rows[None])  # (rows, rows, width)
+    return h + jnp.mean(jnp.tanh(pairs + jnp.swapaxes(pairs, 0, 1) ** 2), 1)[:, None]
+
+
 MOVES = {
     "halves": lambda h: h[:16] * h[16:],
     "concatenated": lambda h: jnp.concatenate([h, jnp.sin(h)]),
@@ -67,6 +74,9 @@ MOVES = {
     "added to others": lambda h: h.at[shuffled(h)].add(h),
     "a little added to others": lambda h: h.at[shuffled(h), 0].add(h[:, 1]),
     "a little of others": lambda h: h + h[shuffled(h), 0][:, None],
+    "written over others": lambda h: h.at[shuffled(h)].set(jnp.sin(h)),
+    "a little written over others": lambda h: h.at[shuffled(h), 0].set(h[:, 1]),
+    "all pairs both ways": covariances,
 }
 
 

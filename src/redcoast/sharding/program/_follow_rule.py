@@ -16,9 +16,11 @@ What an operation does not carry ends a sharding or moves rows (`_gather_whole`,
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, combinations
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from ...core._jaxpr import multiply_adds
@@ -31,7 +33,7 @@ from ..operations import (
     shape_of,
     stops_gradient,
 )
-from ._graph import Dims, Graph, Value, have_grad
+from ._graph import Dims, Graph, Reshard, Value, have_grad
 
 
 class _Dim(NamedTuple):
@@ -122,6 +124,7 @@ def follow_rule(
         return results
     _gather_whole(applied)
     _reshard_moved(applied)
+    _note_transposed(applied)
     _sum_forward(applied)
     # What is written into is not used along all of its dimensions.
     if rule.writes is None:
@@ -254,6 +257,32 @@ def _reshard_moved(applied: _AppliedRule) -> None:
             graph.add_reshard(applied.inputs[0], None, dim.value, dim.node)
 
 
+def _note_transposed(applied: _AppliedRule) -> None:
+    """Records arrays that are transposed, such as tables of all pairs of rows, and combined with
+    others."""
+    graph, rule, inputs, result = applied.graph, applied.rule, applied.inputs, applied.results[0]
+    after = rule.results[0]
+    if len(inputs) == 1 and rule.copies and set(rule.operands[0]) == set(after):
+        for (d, first), (e, second) in combinations(enumerate(rule.operands[0]), 2):
+            is_square = inputs[0].shape[d] == inputs[0].shape[e]
+            if is_square and after.index(first) > after.index(second):
+                graph.add_transposed(inputs[0], result)
+        return
+    if graph.transposed.keys().isdisjoint(inputs) or rule.reduced | rule.moved | rule.whole:
+        return
+    others: list[Value] = []  # of the same rank as the result
+    transposed: list[Reshard] = []
+    for value, dimensions in zip(inputs, rule.operands, strict=True):
+        if value in graph.transposed:
+            transposed.append(graph.transposed[value])
+        elif len(dimensions) == len(after):
+            others.append(value)
+    if others:
+        graph.turns += transposed
+    else:
+        graph.transposed[result] = transposed[0]
+
+
 def _sum_forward(applied: _AppliedRule) -> None:
     """Records partial sums: each device sums over its part of a reduced dimension.
 
@@ -303,25 +332,42 @@ def _write(applied: _AppliedRule, updates: int) -> None:
     """Records dimensions of which a part is written, and updates that overwrite.
 
     Updates that overwrite cannot be summed, so they are gathered, with their indices. If such a
-    write is differentiated, it gathers which update wrote each element, and adds those updates.
+    write is differentiated, every update has a number: a device gathers the numbers, writes them in
+    place of the updates, and looks up which of them are left. Those updates alone are added.
     """
     graph, rule, result = applied.graph, applied.rule, applied.results[0]
+    written = applied.inputs[updates]
     for dim in applied.operand(0):
         if dim.slowest in rule.moved:
             graph.add_reshard(dim.value, dim.node, result, None)
     of_indices = set(chain(*rule.operands[1:updates]))
+    counted: list[int] = []  # the dimensions that count updates that overwrite
     for dim in applied.operand(updates):
-        if dim.dimension not in of_indices or dim.slowest not in rule.whole:
-            continue
-        for value in applied.inputs[1:]:
-            graph.add_batch_gather(value, dim.node, along=applied.indexed)
-        if result.grad:
-            graph.add_partial_sum(dim.node, result, preceding=applied.indexed)
+        if dim.dimension in of_indices and dim.slowest in rule.whole:
+            counted.append(dim.node)
+    equation = graph.cursor.source[-1]
+    is_numbered = result.grad and not equation.params.get("unique_indices")
+    gathered = written
+    if is_numbered:
+        numbers = jax.ShapeDtypeStruct(written.shape, jnp.uint32)
+        gathered = graph.value(numbers, written.dims)
+    for node in counted:
+        for value in (*applied.inputs[1:updates], gathered):
+            graph.add_batch_gather(value, node)
+        if is_numbered:
+            # Updates are added where all devices have the rows that they are added to, and summed
+            # then. Where these are rows of the batch, all updates are gathered.
+            graph.add_partial_sum(node, result, preceding=applied.indexed)
+            graph.add_batch_gather(written, node, preceding=applied.indexed)
+    if counted and is_numbered:
+        for node in applied.indexed:
+            graph.add_partial_sum(node, gathered)
+            graph.add_partial_sum(node, written, backward=True)
     if rule.sums:
         # The cotangent of updates is looked up in that of the result.
         rows = tuple(dim.node for dim in applied.operand(1))
         for node in applied.indexed:
-            graph.add_partial_sum(node, applied.inputs[updates], backward=True, preceding=rows)
+            graph.add_partial_sum(node, written, backward=True, preceding=rows)
 
 
 def _count_work(applied: _AppliedRule, equation: JaxprEqn) -> None:

@@ -233,6 +233,10 @@ class Graph:
     partial_sums: dict[object, PartialSum] = field(default_factory=dict)
     reshards: list[Reshard] = field(default_factory=list)  # of arrays sharded over `model`
     moves: list[Reshard] = field(default_factory=list)  # of rows, which stay sharded
+    # Arrays of which two dimensions of one size are swapped, and those of them that are combined
+    # with other arrays, as in `x + x.T`.
+    transposed: dict[Value, Reshard] = field(default_factory=dict)
+    turns: list[Reshard] = field(default_factory=list)
     host_calls: list[HostCall] = field(default_factory=list)
     constraints: list[ProgramConstraint] = field(default_factory=list)
     batch_gathers: list[BatchGather] = field(default_factory=list)
@@ -410,6 +414,10 @@ class Graph:
     def add_move(self, operand: Value, node: int, result: Value, target: int | None) -> None:
         """Records that elements along `node` change their places, or are needed as a whole."""
         self.moves.append(self._reshard(operand, node, result, target))
+
+    def add_transposed(self, operand: Value, result: Value) -> None:
+        """Records that two dimensions of one size are swapped."""
+        self.transposed[result] = self._reshard(operand, None, result, None)
 
     def _reshard(
         self, operand: Value, before: int | None, result: Value, after: int | None

@@ -27,6 +27,7 @@ from ..program._graph import (
     Graph,
     Halo,
     PartialSum,
+    Reshard,
     Source,
     SourcePath,
     Value,
@@ -56,6 +57,7 @@ Cause = Literal[
     "by index",  # rows are looked up among all rows, or added to them, as at the nodes of a graph
     "halos",  # elements at the edges of parts of an example, which a window needs
     "turned",  # an example is split along another dimension for a while: an all-to-all
+    "transposed",  # a table of all pairs of rows, for which it is the same
     "uneven",  # an array is gathered, as the size of a result does not divide
     "moved",  # rows go to other devices, as in a slice or a sort
 ]
@@ -192,6 +194,8 @@ class _OverBatch:
                 yield self._halo(halo)
         for work in graph.works:
             yield from self._turned_back(work)
+        for turn in graph.turns:
+            yield from self._transposed(turn)
         for move, sent in moved_rows(graph, batch):
             dims = (*move.rows, *move.operand.dims)
             yield PlannedCollective("moved", sent, dims, move.source)
@@ -353,12 +357,11 @@ class _OverBatch:
             return
         if batch.splits_alike(node, gather.along):
             return
+        if gather.preceding and not batch.splits_alike(node, gather.preceding):
+            return
         cause: Cause = "written"
-        if gather.preceding:
-            # As in a table of all pairs of examples.
-            cause = "compared"
-            if not batch.splits_alike(node, gather.preceding):
-                return
+        if gather.preceding and self.graph.rule_at(gather.source).writes is None:
+            cause = "compared"  # as in a table of all pairs of examples
         dims = (*gather.rows, *gather.operand.dims)
         devices, others = batch.around(node, dims)
         sent = all_gather(devices, gather.operand.bytes / others) * gather.times
@@ -377,6 +380,22 @@ class _OverBatch:
             if not self.batch.splits_examples:
                 sent *= 2
         return PlannedCollective(cause, sent / others * halo.times, dims, halo.source)
+
+    def _transposed(self, turn: Reshard) -> Iterator[PlannedCollective]:
+        """A table of all pairs of rows that is combined with its transpose, split along the other
+        dimension."""
+        rule = self.graph.rule_at(turn.source)
+        for split in self.batch.sets:
+            before, after = (_first_in(split, value.dims) for value in (turn.operand, turn.result))
+            if before is None or after is None:
+                continue
+            if rule.operands[0][before] == rule.results[0][after]:
+                continue
+            dims = turn.operand.dims
+            devices, others = self.batch.around(dims[before], (*turn.rows, *dims))
+            sent = all_gather(devices, turn.operand.bytes / others) / devices
+            times = turn.times + turn.backward
+            yield PlannedCollective("transposed", sent * times, dims, turn.source)
 
     def _turned_back(self, work: Work) -> Iterator[PlannedCollective]:
         """A product of a spectrum, which is split like the field.

@@ -1,4 +1,4 @@
-"""Bytes communicated by training steps on A100s and TPUs, read from programs of their compilers.
+"""Bytes and arithmetic of training steps on A100s and TPUs, read from programs of their compilers.
 
 The compilers come with JAX and need no device: the programs are compiled but not run. The models
 and columns are those of `collectives.py`.
@@ -38,6 +38,7 @@ from traffic.targets import Platform, target_devices
 
 import redcoast as rc
 from redcoast.dryrun.hlo import temporary_bytes
+from redcoast.dryrun.hlo._events import count_flops, read_schedule
 
 SMALL = ("GPT-2", "LLaMA, GQA, scanned", "BERT, dropout", "ViT")
 MESHES = ("1,2,4", "2,2,2", "2,1,4")
@@ -74,7 +75,8 @@ def main(
             print(*lines[-1], sep="  ", file=sys.stderr, flush=True)
     heads = [f"MB communicated, {name}" for name in layouts]
     table = Printed()
-    table.add(markdown([f"on {platform}", *heads, "collectives", "MB of temporaries"], lines))
+    rest = "collectives", "MB of temporaries", "G operations of products"
+    table.add(markdown([f"on {platform}", *heads, *rest], lines))
     table.write(page, platform)
 
 
@@ -85,7 +87,8 @@ def shard_sequence(case: Case, mesh: Mesh) -> Layout:
 
 
 def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
-    """The bytes communicated and the bytes of temporaries; None if the column does not apply."""
+    """The bytes communicated, the bytes of temporaries, and the operations of products of a device;
+    None if the column does not apply."""
     layout = make(case, mesh)
     if layout is None:
         return None
@@ -94,22 +97,26 @@ def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
     if platform == "cpu":
         options = OPTIONS
     compiled = lower_step(case, mesh, layout).compile(compiler_options=options)
-    sent = count_collectives(compiled.as_text(), mesh)
-    return sent | {"temporary_bytes": temporary_bytes(compiled.memory_analysis(), platform)}
+    text = compiled.as_text()
+    return count_collectives(text, mesh) | {
+        "temporary_bytes": temporary_bytes(compiled.memory_analysis(), platform),
+        "operations": sum(count_flops(read_schedule(text, mesh)).values()),
+    }
 
 
 def cells(rows: list[dict[str, Any] | None]) -> list[str]:
-    """The communication of each layout, then all numbers of collectives, and all temporaries."""
-    sent = [millions(row, "sent_bytes", ",.1f") for row in rows]
+    """The communication of each layout, then the other figures, of all layouts in one cell each."""
+    sent = [scaled(row, "sent_bytes", ",.1f") for row in rows]
     times = " / ".join("-" if row is None else str(row["collectives"]) for row in rows)
-    kept = " / ".join(millions(row, "temporary_bytes", ",.0f") for row in rows)
-    return [*sent, times, kept]
+    kept = " / ".join(scaled(row, "temporary_bytes", ",.0f") for row in rows)
+    computed = " / ".join(scaled(row, "operations", ",.1f", 1e9) for row in rows)
+    return [*sent, times, kept, computed]
 
 
-def millions(row: dict[str, Any] | None, name: str, form: str) -> str:
+def scaled(row: dict[str, Any] | None, name: str, form: str, unit: float = 1e6) -> str:
     if row is None:
         return number(None, form)
-    return number(row[name] / 1e6, form)
+    return number(row[name] / unit, form)
 
 
 if __name__ == "__main__":

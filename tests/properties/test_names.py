@@ -29,6 +29,7 @@ OF_INTERNALS = {
     "accelerators.py": "kernels and the schedule of a step that is compiled for absent devices",
     "memory_plan.py": "the arithmetic of a gradient, which the compiler counts without loops",
     "gpu_attention.py": "masks, and attention with and without a kernel, without a model",
+    "ahead.py": "the arithmetic of programs that are compiled for absent devices",
     "attention.py": "the two implementations of attention, without a model around them",
     "data_parallel.py": "weights as an array for each layer, which only programs of decoding have",
     "expert_parallel.py": "a mixture of experts whose tokens are sent to the devices of experts",

@@ -194,6 +194,12 @@ def grids(model, x, key):
     return jnp.mean(jnp.tanh(encoded @ model["out"]) ** 2)
 
 
+def tokens(model, x, key):
+    """The cotangents of rows and tokens are copied for the gradients of the weights."""
+    x = jnp.tanh(x @ model["up"] + model["bias"]) @ model["down"]
+    return jnp.mean(x**2)
+
+
 NETWORK = {"up": array(64, 512), "down": array(512, 64)}
 SQUARE = dict.fromkeys(("left", "right", "gate", "out"), array(16, 16))
 PAIR = [SQUARE | {"up": array(16, 64), "down": array(64, 16)}] * 2
@@ -241,6 +247,7 @@ CASES = {
         {},
     ),
     "grids": (grids, {"tables": array(4, 512, 4), "out": array(4, 4)}, array(64, 8), {}),
+    "tokens": (tokens, NETWORK | {"bias": array(1, 1, 512)}, array(64, 64, 64), {}),
     "depthwise": (depthwise, array(7, 7, 1, 64), array(16, 8, 8, 64), {}),
     "a loop": (recurrence, {"in": array(32, 64), "h": array(64, 64)}, array(16, 64, 32), {}),
 }

@@ -165,6 +165,8 @@ class Timeline:
     # Gradients whose sum over devices is still to come.
     unsummed: list[tuple[Buffer, ModelArray]] = field(default_factory=list)
     unsummed_bytes: int | float = 0.0
+    # What the last gradient of an array of the model is computed from.
+    postponed: Roots = ()
 
     def empty(self) -> "Timeline":
         """The timeline of what runs inside of an operation."""

@@ -64,6 +64,21 @@ def copied_operands(rule: Rule | None) -> list[int]:
     return copied
 
 
+def copies_cotangent(rule: Rule | None, place: int) -> bool:
+    """Whether XLA for CPU copies the cotangent of a product for the gradient of an operand.
+
+    The gradient of the right operand sums over the first dimensions of the cotangent, which the
+    copy has last. One such dimension beside one other is read in either order without a copy, but
+    not several, such as rows and tokens.
+    """
+    if rule is None or not rule.is_product or place == 0:
+        return False
+    left, right = map(set, rule.operands)
+    summed = [dimension for dimension in left - right if rule.size(dimension) > 1]
+    kept = [dimension for dimension in right - left if rule.size(dimension) > 1]
+    return min(len(summed), len(kept)) > 0 and len(summed) + len(kept) > 2
+
+
 def is_product_or_convolution(equation: JaxprEqn) -> bool:
     return equation.primitive.name in ("dot_general", "conv_general_dilated")
 

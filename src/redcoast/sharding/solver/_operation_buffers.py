@@ -17,6 +17,7 @@ from ._buffers import Buffer, Roots, Timeline, argument, is_stored, parameter_of
 from ._memory_access import (
     WRITTEN,
     copied_operands,
+    copies_cotangent,
     has_outer_gradient,
     is_product_or_convolution,
     reads_narrow,
@@ -195,12 +196,14 @@ class OperationBuffers:
         for size in residuals.sizes(scope, self.time.size_of):
             read.append((self._write_stacked(step, size),))
         together = self._together(step)
+        cotangent: Roots = ()  # a product has one result
         for var, roots in zip(equation.outvars, results, strict=True):
             if roots is None:
                 continue
             if step.uses_memory:
                 roots = self.one_buffer(step, var, roots)
             read.append(roots)
+            cotangent = roots
             if together.of_result > 1:
                 size = together.of_result * self.time.size_of(step.value(var))
                 read.append(self._gather(step, roots, size))
@@ -221,7 +224,10 @@ class OperationBuffers:
             if not varies:
                 grads.append(None)
             elif is_written and (is_parameter or not has_outer_gradient(step.rule, place)):
-                self.time.read(union(read), narrow=self._reads_narrow(equation))
+                operands = union(read)
+                if self.time.compiler == "cpu" and is_product_or_convolution(equation):
+                    operands = self._for_gradient(step, place, operands, cotangent)
+                self.time.read(operands, narrow=self._reads_narrow(equation))
                 if place in together.of_operands:
                     size = self.time.size_of(step.value(atom))
                     self._sum_parts(step, together.of_operands[place] * size)
@@ -237,6 +243,21 @@ class OperationBuffers:
             else:
                 grads.append(self.time.computed(union(read)))
         return grads
+
+    def _for_gradient(self, step: PeakStep, place: int, operands: Roots, cotangent: Roots) -> Roots:
+        """What is in memory while XLA for CPU computes the gradient of an operand of a product.
+
+        The cotangent may be copied for it. What the last gradient of an array of the model is
+        computed from is still there: XLA computes the next cotangent before it.
+        """
+        in_memory = [operands, self.time.postponed]
+        if copies_cotangent(step.rule, place):
+            value = step.value(step.equation.outvars[0])
+            in_memory.append((self.time.fuse(cotangent, value, step.source),))
+        self.time.postponed = ()
+        if parameter_of(step.frame.of(step.equation.invars[place])) is not None:
+            self.time.postponed = operands
+        return union(in_memory)
 
     def _residuals(self, step: PeakStep, varied: Sequence[bool]) -> Residuals:
         """What the derivative of an operation reads of its operands and results."""

@@ -37,7 +37,7 @@ class OperationBuffers:
 
     With `stacks`, they are of an iteration of a loop, which stacks what JAX keeps for derivatives.
     Values that only these `constant` buffers decide are the same in all iterations. `together` are
-    products that read or write parts of split examples of several devices. With
+    operations that read or write parts of split examples, or rows, of several devices. With
     `gathers_again`, a policy gathers weights again for the derivative of an iteration, and computes
     again what small rematerialised regions return.
     """

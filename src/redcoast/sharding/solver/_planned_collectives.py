@@ -98,7 +98,7 @@ class _Product:
 
 @dataclass(frozen=True)
 class PartsTogether:
-    """How many parts of split examples a product reads and writes.
+    """How many parts of split examples a product, a lookup or an addition reads and writes.
 
     `of_operands` has those of the operands that each device gathers, by their places. Of the
     result, each device has terms of so many parts.
@@ -155,7 +155,8 @@ def of_batch(
 
 
 def parts_together(graph: Graph, batch: BatchDims) -> dict[SourcePath, PartsTogether]:
-    """The products of split examples that read or write more than a device's part of an array."""
+    """The products of split examples that read or write more than a device's part of an array, and
+    the lookups in rows and additions to them that do."""
     together: dict[SourcePath, PartsTogether] = {}
     for product in _products_of_parts(graph, batch).values():
         path, count = path_of(product.work.source), product.split.count
@@ -167,7 +168,32 @@ def parts_together(graph: Graph, batch: BatchDims) -> dict[SourcePath, PartsToge
         if product.sums_parts and product.splits_result:
             of_result *= count
         together[path] = PartsTogether(of_operands, of_result)
+    for summed in graph.partial_sums.values():
+        split = batch.set_of(summed.node)
+        if split is not None and split.count > 1 and not summed.backward:
+            by_index = _rows_together(graph, batch, summed, split.count)
+            if by_index is not None:
+                together[path_of(summed.source)] = by_index
     return together
+
+
+def _rows_together(
+    graph: Graph, batch: BatchDims, summed: PartialSum, count: int
+) -> PartsTogether | None:
+    """The rows of other devices that a lookup reads or an addition writes, if they are gathered or
+    summed as a whole, as those of nodes at the edges of a graph."""
+    rule, operands = graph.rule_at(summed.source), summed.source[-1].invars
+    of_table = atom_bytes(operands[0])
+    if rule.is_lookup:
+        has_rows = any(map(batch.has, summed.value.dims))
+        is_same_row = batch.splits_alike(summed.node, summed.preceding)
+        if has_rows and not is_same_row and summed.value.bytes >= of_table:
+            return PartsTogether({0: count})
+    elif rule.writes is not None and rule.sums:
+        has_rows = any(map(batch.has, summed.preceding))
+        if has_rows and atom_bytes(operands[rule.writes]) >= of_table:
+            return PartsTogether(of_result=count)
+    return None
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ class _AppliedRule:
     def indexed(self) -> Dims:
         """The dimensions of the first operand that are addressed by number.
 
-        Where these are the batch too, nothing is summed: rows that are indexed by themselves, as in
-        `x[jnp.arange(len(x)), labels]`, stay on their device.
+        Where these are rows of the batch too, each device has its own rows of the result, and none
+        are summed.
         """
         return tuple(dim.node for dim in self.operand(0) if dim.slowest in self.rule.indexed)
 

@@ -30,7 +30,7 @@ class Followed:
         self.classes = Classes(self.graph, n)
         self._blocked = self.classes.of(self.graph.blocked)
         names = map(chr, count(ord("a")))
-        roots = [self.classes[d] for value in (*self.arguments, *self.results) for d in value.dims]
+        roots = [self.classes[d] for value in (*self.arguments, *self.results) for d in value.nodes]
         roots = [r for r in roots if self.classes.divides(r) and r not in self._blocked]
         self.letters = dict(zip(dict.fromkeys(roots), names, strict=False))
 
@@ -41,7 +41,7 @@ class Followed:
         return "#" if root in self._blocked else self.letters.get(root, "?")
 
     def __str__(self):
-        show = lambda values: ",".join("".join(map(self.letter, v.dims)) for v in values)
+        show = lambda values: ",".join("".join(map(self.letter, v.nodes)) for v in values)
         return f"{show(self.arguments)}->{show(self.results)}"
 
 

@@ -343,7 +343,7 @@ def seconds_of(fn, model, batch, *, model_parallel):
         sizes = {"data": 1, "fsdp": 1, "model": 8}
     classes = Classes(program.graph, sizes["model"])
     rows = batch_dims(program, sizes["fsdp"])
-    hidden = classes[program.parameters[0].dims[0]]  # the first array is `down`
+    hidden = classes[program.parameters[0].nodes[0]]  # the first array is `down`
     problem = price(
         program.graph,
         classes,

@@ -238,7 +238,7 @@ def test_only_what_derivatives_need_is_computed_again(name):
         return sum(
             partial_sum.times / 3
             for partial_sum in sums
-            if not partial_sum.backward and len(partial_sum.value.dims) == 2
+            if not partial_sum.backward and len(partial_sum.value.nodes) == 2
         )
 
     def compiled(fn):

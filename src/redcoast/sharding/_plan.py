@@ -340,7 +340,8 @@ def plan_shardings(
     With a function, every dimension is followed through every operation of its program. Dimensions
     that can only be sharded together form a class. The cost of a class is the estimated number of
     seconds by which a step takes longer if the class is sharded over `model`: the time of the
-    communication that is added, less that of the arithmetic and memory traffic that are divided.
+    communication that is added, less that of the arithmetic, memory traffic, gathers and sums of
+    gradients that are divided or saved.
     The set of classes with the lowest cost is tensor-parallel. Other large arrays are FSDP-sharded,
     or replicated if the devices are known to have memory to spare. If tensor parallelism is not
     worth its cost for any class, the batch is split over `model` as well.

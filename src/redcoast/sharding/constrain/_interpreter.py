@@ -340,7 +340,7 @@ def _run_traced_rule(
         dims.append(sharded_dim(spec, model_axes))
         d = sharded_dim(spec, shardings.batch_axes)
         if d is not None:
-            nodes.append(value.dims[d])
+            nodes.append(value.nodes[d])
     batch = replace(program.batch, of_inputs=tuple(nodes), of_created=())
     if shardings.splits_examples:
         batch = replace(batch, splits_examples=True)
@@ -438,7 +438,7 @@ def _gather(
     consts, stored = list(consts), list(stored)
     for i, var in enumerate(scope.jaxpr.invars[: len(consts)]):
         value = scope.values[var]
-        if stored[i] and shardings.stacks.isdisjoint(value.dims):
+        if stored[i] and shardings.stacks.isdisjoint(value.nodes):
             consts[i], stored[i] = shardings.constrain(consts[i], value), False
     return consts, stored
 

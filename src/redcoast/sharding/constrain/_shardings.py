@@ -60,16 +60,16 @@ class Shardings:
         if chosen is None:
             chosen = self.chosen
         is_chosen = partial(self._is_in, classes=chosen)
-        order = self.orders.get(value, range(len(value.dims)))
-        in_order = [value.dims[d] for d in order]
+        order = self.orders.get(value, range(len(value.nodes)))
+        in_order = [value.nodes[d] for d in order]
         axes = self.batch.axes_of(in_order, is_chosen, self.compute.model_axes)
         by_dimension = dict(zip(order, axes, strict=True))
-        return P(*map(by_dimension.__getitem__, range(len(value.dims))))
+        return P(*map(by_dimension.__getitem__, range(len(value.nodes))))
 
     def split_axes(self, value: Value) -> list[tuple[str, ...]]:
         """The axes that each dimension is split over, into parts of unequal sizes too."""
         axes = list(map(spec_axes, self.spec(value)))
-        for d, node in enumerate(value.dims):
+        for d, node in enumerate(value.nodes):
             unequal = self.uneven.get(node, ())
             if set(unequal).isdisjoint(itertools.chain(*axes)):
                 axes[d] = axes[d] or unequal
@@ -94,7 +94,7 @@ class Shardings:
 
     def is_parallel(self, value: Value) -> bool:
         """Whether a dimension of a value is tensor-parallel."""
-        return any(self._is_in(node, self.chosen) for node in value.dims)
+        return any(self._is_in(node, self.chosen) for node in value.nodes)
 
     def constrain_operand(self, x: Any, value: Value) -> Any:
         """Gathers the sequence of an operand of a contraction."""
@@ -110,7 +110,7 @@ class Shardings:
         entries: list[object] = list(self.spec(value, chosen))
         # XLA propagates the shardings that the program itself asks for.
         free = self.constrained | self.uneven.keys()
-        for d, node in enumerate(value.dims):
+        for d, node in enumerate(value.nodes):
             if entries[d] is None and node in free:
                 entries[d] = P.UNCONSTRAINED
         if stored is None or not self._divides_gradient(stored):
@@ -169,7 +169,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     split: list[int] = []  # the dimensions of arrays of the tree that are tensor-parallel
     for value, d in zip(program.parameters, compute.dims, strict=True):
         if d is not None:
-            split.append(value.dims[d])
+            split.append(value.nodes[d])
     chosen = classes.of(filter(classes.divides, split))
     # Constants have no place in the tree, and are known by their types.
     chosen |= _classes_of_constants(program, classes, compute)
@@ -226,6 +226,6 @@ def _classes_of_constants(program: Program, classes: Classes, compute: Compute) 
         if not dims:
             continue
         d = dims.pop(0)  # equal types are in the order of the program
-        if d is not None and classes.divides(value.dims[d]):
-            chosen.add(classes[value.dims[d]])
+        if d is not None and classes.divides(value.nodes[d]):
+            chosen.add(classes[value.nodes[d]])
     return frozenset(chosen)

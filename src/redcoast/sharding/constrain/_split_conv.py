@@ -75,7 +75,7 @@ def run_local_conv(bound: BoundEquation) -> Arrays | None:
     batch, channel = numbers.lhs_spec[:2]
     result_batch, result_channel = numbers.out_spec[:2]
     outputs, inputs = numbers.rhs_spec[:2]
-    is_even = values[0].dims[batch] not in shardings.uneven
+    is_even = values[0].nodes[batch] not in shardings.uneven
     # If the batch itself is in groups, every device computes the whole result.
     if is_even and params["batch_group_count"] == 1 and image[batch] == result[result_batch]:
         into[batch] = out[result_batch] = image[batch]
@@ -147,7 +147,7 @@ def _kernel_gradient(bound: BoundEquation) -> Arrays | None:
     # Rows of the batch are summed over too.
     rows, field_rows = numbers.lhs_spec[1], numbers.rhs_spec[1]
     static = {name: params[name] for name in _PARAMS}
-    divides = params["feature_group_count"] == 1 and values[0].dims[rows] not in shardings.uneven
+    divides = params["feature_group_count"] == 1 and values[0].nodes[rows] not in shardings.uneven
     if divides and image[rows] == field[field_rows]:
         of_image[rows] = of_field[field_rows] = image[rows]
         summed += image[rows]
@@ -250,7 +250,7 @@ def _split_pool(
         axes = split[d]
         must_run |= bool(axes) and length > params["window_strides"][d]
         if length > 1:
-            must_run |= value.dims[d] in shardings.uneven or result.dims[d] in shardings.uneven
+            must_run |= value.nodes[d] in shardings.uneven or result.nodes[d] in shardings.uneven
         if not axes or axes != of_result[d]:
             continue
         of_each = value.shape[d], length, result.shape[d]

@@ -18,7 +18,7 @@ def run_split_pad(bound: BoundEquation) -> Arrays | None:
     padding = bound.equation.params["padding_config"]
     ends: list[int] = []
     for d, (low, high, interior) in enumerate(padding):
-        if result.dims[d] in shardings.uneven and low == interior == 0 and high > 0:
+        if result.nodes[d] in shardings.uneven and low == interior == 0 and high > 0:
             ends.append(d)
     if not shardings.splits_examples or not ends:
         return None

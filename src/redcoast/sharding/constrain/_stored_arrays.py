@@ -184,7 +184,7 @@ def _keeps_layers(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> boo
             divides = result.shape[len(result.shape) - len(layer) :] == layer
         case name:
             divides = name in ELEMENTWISE and result.shape == operand.shape
-    return divides and operand.dims[0] in shardings.stacks
+    return divides and operand.nodes[0] in shardings.stacks
 
 
 def spec_of_layers(spec: P | None, rank: int, new_rank: int) -> P | None:

@@ -39,7 +39,8 @@ class Rule:
     - `reduced`: the results combine all elements along these factors, and do not have them.
     - `moved`: elements change their places along these, or depend on their neighbours.
     - `whole`: the arrays are needed as a whole along these: a sharding ends here. Where a result
-        has the factor too, as in a concatenation, a batch is sharded again.
+        has the factor too, as in a concatenation, a batch is sharded again, unless it is
+        `shuffled`.
     - `shuffled`: the part of `whole` along which any element may come from any place, as in a sort.
     - `blocked`: dimensions of these are never tensor-parallel, such as the space of a convolution.
     - `near`: the part of `blocked` along which an example can be split, and how many elements of

@@ -109,7 +109,7 @@ class Pipeline:
             of_layers |= _leading_classes(classes, scan.scanned)
         layered: set[int] = set()
         for place, value in enumerate(self.program.parameters):
-            if value.dims and classes[value.dims[0]] in of_layers:
+            if value.nodes and classes[value.nodes[0]] in of_layers:
                 layered.add(place)
         return frozenset(layered)
 
@@ -284,7 +284,7 @@ def layer_scans(program: Program) -> Iterator[LayerScan]:
 
 def _leading_classes(classes: Classes, values: Sequence[Value]) -> frozenset[int]:
     """The classes of the first dimensions of some arrays."""
-    return classes.of(value.dims[0] for value in values if value.dims)
+    return classes.of(value.nodes[0] for value in values if value.nodes)
 
 
 def _find_rows(

@@ -32,6 +32,7 @@ Some loops sum gradients over the batch once, after the last iteration. `_loop_w
 weights of which each shard of the batch can have a copy, and `_local_scans.py` loops that each
 device runs on its own rows. For these, `_local_states.py` follows what a device has of each array.
 
+`_interpolation.py` recognises indices and weights that interpolate between neighbours.
 `_facts.py` is a walk for other questions to a program, such as whether a value depends on the
 model.
 """

@@ -12,7 +12,7 @@ from enum import Enum
 
 from ...distributed._mesh import BATCH_AXES
 from ._classes import Classes
-from ._graph import Dims, Graph, Value
+from ._graph import Graph, Nodes, Value
 
 # For axes of a mesh, dimensions of the batch's arrays: the place of the array, and the dimension.
 Split = tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...]
@@ -80,17 +80,17 @@ def find_batch(
     never = set(graph.of_constants)
     for value in parameters:
         # Dimensions that are linked to these are not rows, whatever their size.
-        never.update(value.dims)
+        never.update(value.nodes)
     rows, not_rows = _rows(graph, arrays, never)
     sizes = _sizes(graph, rows)
     # Leading dimensions of other arguments are treated like created rows; other dimensions of
     # arguments are never rows.
     leading: set[int] = set()
     for value in others:
-        if value.dims and value.shape[0] in sizes:
-            leading.add(value.dims[0])
+        if value.nodes and value.shape[0] in sizes:
+            leading.add(value.nodes[0])
     for value in (*arrays, *others):
-        never.update(set(value.dims) - leading - set(rows))
+        never.update(set(value.nodes) - leading - set(rows))
     candidates = frozenset(graph.created | leading)
     batch = BatchNodes(rows, not_rows=not_rows, candidates=candidates, never=frozenset(never))
     return replace(batch, of_created=created_rows(graph, batch))
@@ -113,11 +113,11 @@ def _rows(
     several: dict[int, int] = {}  # those of more than one element
     counts: Counter[int] = Counter()  # how many arrays have a size
     for place, value in enumerate(arrays):
-        if not value.dims:
+        if not value.nodes:
             continue
-        leading[place] = value.dims[0]
+        leading[place] = value.nodes[0]
         if value.shape[0] != 1:  # as of a mask that all examples share
-            several[place] = value.dims[0]
+            several[place] = value.nodes[0]
             counts[value.shape[0]] += 1
     if len(counts) < 2:
         return tuple(leading.values()), ()
@@ -156,9 +156,9 @@ def _free(
     linked = classes.of(graph.blocked.union(never))
     excluded = set(linked)
     for value in arrays:
-        if not value.dims:
+        if not value.nodes:
             continue
-        first, inner = classes[value.dims[0]], classes.of(value.dims[1:])
+        first, inner = classes[value.nodes[0]], classes.of(value.nodes[1:])
         # A dimension of the batch that is another one's too is a position, as in attention.
         if first not in linked:
             excluded |= inner - {first}
@@ -232,11 +232,11 @@ class _WorkShares:
         self._both: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         self._classes, self._main = classes, frozenset(main)
         for work in graph.works:
-            self._add(work.dims, work.forward, 0.0)
+            self._add(work.nodes, work.forward, 0.0)
         for dims, size in graph.large_result_bytes.items():
             self._add(dims, 0.0, size)
 
-    def _add(self, dims: Dims, work: float, size: float) -> None:
+    def _add(self, dims: Nodes, work: float, size: float) -> None:
         roots = Counter(map(self._classes.__getitem__, dims))
         for root, times in roots.items():
             share = self._alone

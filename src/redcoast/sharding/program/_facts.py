@@ -62,7 +62,7 @@ class Operation:
         for value, dimensions in zip(self.operands, self.rule.operands, strict=True):
             if value is None:
                 continue
-            for node, dimension in zip(value.dims, dimensions, strict=True):
+            for node, dimension in zip(value.nodes, dimensions, strict=True):
                 if dimension[0] in factors and has(node):
                     return True
         return False

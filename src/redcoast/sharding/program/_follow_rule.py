@@ -33,7 +33,7 @@ from ..operations import (
     shape_of,
     stops_gradient,
 )
-from ._graph import Dims, Graph, Reshard, Value, have_grad
+from ._graph import Graph, Nodes, Reshard, Value, have_grad
 
 
 class _Dim(NamedTuple):
@@ -52,7 +52,7 @@ class _Dim(NamedTuple):
 def _dims_of(values: Sequence[Value], arrays: Sequence[Dimensions]) -> list[_Dim]:
     dims: list[_Dim] = []
     for value, dimensions in zip(values, arrays, strict=True):
-        for d, (node, dimension) in enumerate(zip(value.dims, dimensions, strict=True)):
+        for d, (node, dimension) in enumerate(zip(value.nodes, dimensions, strict=True)):
             dims.append(_Dim(value, d, node, dimension))
     return dims
 
@@ -74,7 +74,7 @@ class _AppliedRule:
     resharded: frozenset[Factor]
 
     @cached_property
-    def indexed(self) -> Dims:
+    def indexed(self) -> Nodes:
         """The dimensions of the first operand that are addressed by number.
 
         Where these are rows of the batch too, each device has its own rows of the result, and none
@@ -172,16 +172,17 @@ def _add_results(
             if factor in rule.shuffled:
                 nodes[dimension] = dims[-1]  # all results are sorted alike
         # Whether a gradient flows into it, and how often that gradient is summed.
-        grad, reduced = have_grad(inputs), None
+        grad, cotangent_sums = have_grad(inputs), None
         if stops_gradient(equation):
             grad = False
         elif rule.copies:
-            grad, reduced = inputs[0].grad, inputs[0].reduced
+            grad, cotangent_sums = inputs[0].grad, inputs[0].cotangent_sums
         elif rule.is_product and () in (inputs[0].shape, inputs[1].shape):
-            reduced = inputs[0].reduced or inputs[1].reduced  # of a weight that is scaled
+            # Of a weight that is scaled.
+            cotangent_sums = inputs[0].cotangent_sums or inputs[1].cotangent_sums
         elif rule.is_pairwise:
             grad = inputs[place].grad
-        results.append(graph.value(var.aval, tuple(dims), grad=grad, reduced=reduced))
+        results.append(graph.value(var.aval, tuple(dims), grad=grad, cotangent_sums=cotangent_sums))
     return results
 
 
@@ -195,7 +196,7 @@ def _gather_whole(applied: _AppliedRule) -> None:
             graph.add_reshard(dim.value, dim.node, applied.results[0], None)
         # Rows that are blocked, as those of a matrix that is decomposed, are gathered too, once for
         # both of its dimensions.
-        is_first = dim.node not in dim.value.dims[: dim.d]
+        is_first = dim.node not in dim.value.nodes[: dim.d]
         if dim.slowest in gathered and is_first and rule.writes is None:
             graph.add_move(dim.value, dim.node, applied.results[0], None)
     for dim in applied.after:
@@ -295,15 +296,15 @@ def _sum_forward(applied: _AppliedRule) -> None:
         if dim.slowest in rule.reduced - rule.blocked:
             summed.setdefault(dim.slowest, []).append(dim)
     for dims in summed.values():
-        earlier = [dim.value.dims[: dim.d] for dim in dims]
-        preceding = tuple(chain(*earlier))
+        earlier = [dim.value.nodes[: dim.d] for dim in dims]
+        unless = tuple(chain(*earlier))
         if len(dims) > 1:
-            preceding += applied.indexed
+            unless += applied.indexed
         for dim, own, others in zip(dims, earlier, reversed(earlier), strict=True):
             if len(dims) == 2 and others:
                 graph.add_batch_gather(dim.value, dim.node, preceding=others, along=own)
         for result in applied.results:
-            graph.add_partial_sum(dims[0].node, result, preceding=preceding)
+            graph.add_partial_sum(dims[0].node, result, unless=unless)
 
 
 def _sum_backward(applied: _AppliedRule) -> None:
@@ -323,8 +324,8 @@ def _sum_backward(applied: _AppliedRule) -> None:
                 # In a table of all pairs of examples, the first dimension takes the devices.
                 applied.graph.add_batch_gather(value, dim.node, preceding=tuple(lacking))
             elif own.isdisjoint(dim.dimension) and dim.slowest not in skipped:
-                preceding = (*result.dims[: dim.d], *applied.indexed)
-                applied.graph.add_partial_sum(dim.node, value, backward=True, preceding=preceding)
+                unless = (*result.nodes[: dim.d], *applied.indexed)
+                applied.graph.add_partial_sum(dim.node, value, backward=True, unless=unless)
                 lacking.append(dim.node)
 
 
@@ -350,14 +351,14 @@ def _write(applied: _AppliedRule, updates: int) -> None:
     gathered = written
     if is_numbered:
         numbers = jax.ShapeDtypeStruct(written.shape, jnp.uint32)
-        gathered = graph.value(numbers, written.dims)
+        gathered = graph.value(numbers, written.nodes)
     for node in counted:
         for value in (*applied.inputs[1:updates], gathered):
             graph.add_batch_gather(value, node)
         if is_numbered:
             # Updates are added where all devices have the rows that they are added to, and summed
             # then. Where these are rows of the batch, all updates are gathered.
-            graph.add_partial_sum(node, result, preceding=applied.indexed)
+            graph.add_partial_sum(node, result, unless=applied.indexed)
             graph.add_batch_gather(written, node, preceding=applied.indexed)
     if counted and is_numbered:
         for node in applied.indexed:
@@ -367,7 +368,7 @@ def _write(applied: _AppliedRule, updates: int) -> None:
         # The cotangent of updates is looked up in that of the result.
         rows = tuple(dim.node for dim in applied.operand(1))
         for node in applied.indexed:
-            graph.add_partial_sum(node, written, backward=True, preceding=rows)
+            graph.add_partial_sum(node, written, backward=True, unless=rows)
 
 
 def _count_work(applied: _AppliedRule, equation: JaxprEqn) -> None:
@@ -378,7 +379,7 @@ def _count_work(applied: _AppliedRule, equation: JaxprEqn) -> None:
     is_whole = len(rule.results[0]) > 0 and all_factors(rule.results[0]) <= rule.whole
     if count is None or is_whole:
         return
-    dims = list(result.dims)
+    dims = list(result.nodes)
     for dim in applied.operand(0):
         if not rule.reduced.isdisjoint(dim.dimension):
             dims.append(dim.node)

@@ -13,26 +13,27 @@ from ..operations import TURNED, Rule, opaque_rule, rule_of
 from ._interpolation import Constants, Interpolation
 from ._remat import Region
 
-Dims = tuple[int, ...]  # the nodes of an array's dimensions
+Nodes = tuple[int, ...]  # of an array: the node of each dimension
 # An equation, after the loops, branches and calls around it, outermost first.
 Source = tuple[JaxprEqn, ...]
 SourcePath = tuple[int, ...]  # the `id`s of a source's equations: layers may have the same jaxpr
-BytesByDims = defaultdict[Dims, float]
+BytesByNodes = defaultdict[Nodes, float]
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
     """An array of the program, with a node for each dimension; linked nodes are sharded alike.
 
-    `grad` is whether a gradient flows into it, so that its cotangent costs something. `reduced` is
-    how often the cotangent is summed over devices in a step; None means at every use.
+    `grad` is whether a gradient flows into it, so that its cotangent costs something.
+    `cotangent_sums` is how often the cotangent is summed over devices in a step; None means at
+    every use.
     """
 
-    dims: Dims
+    nodes: Nodes
     shape: tuple[int, ...]
     itemsize: int
     grad: bool
-    reduced: int | float | None = None
+    cotangent_sums: int | float | None = None
 
     @property
     def bytes(self) -> int:
@@ -53,9 +54,9 @@ class PartialSum:
     """Partial sums: sharding `node` needs an all-reduce of `value`, or `backward` of its cotangent.
 
     They are summed `times` times in a step. In the backward pass, `uses` is the number of uses of
-    the value whose cotangents are added. `preceding` are the dimensions that precede `node` in the
-    summed array. If `node` and one of them are both dimensions of the batch, `node` is not sharded,
-    and there are no partial sums. `rows` are as in `Cursor`.
+    the value whose cotangents are added. `unless` are other dimensions of the arrays, which take
+    the devices first: if `node` and one of them are both dimensions of the batch, `node` is not
+    sharded, and there are no partial sums. `rows` are as in `Cursor`.
     """
 
     node: int
@@ -63,9 +64,9 @@ class PartialSum:
     times: int | float
     backward: bool
     uses: int = 1
-    preceding: Dims = ()
+    unless: Nodes = ()
     source: Source = ()
-    rows: Dims = ()
+    rows: Nodes = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Reshard:
     times: int | float
     backward: int | float
     source: Source = ()
-    rows: Dims = ()  # of the loops around it
+    rows: Nodes = ()  # of the loops around it
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class HostCall:
     times: int | float
     is_inside: bool
     source: Source = ()
-    along: Dims = ()
+    along: Nodes = ()
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,11 @@ class BatchGather:
 
     operand: Value
     node: int
-    preceding: Dims
-    along: Dims
+    preceding: Nodes
+    along: Nodes
     times: int | float
     source: Source = ()
-    rows: Dims = ()  # of the loops around it
+    rows: Nodes = ()  # of the loops around it
 
 
 @dataclass(frozen=True)
@@ -154,33 +155,33 @@ class Halo:
     times: int | float
     source: Source = ()
     whole: bool = False
-    rows: Dims = ()  # of the loops around it
+    rows: Nodes = ()  # of the loops around it
 
 
 @dataclass(frozen=True)
 class Work:
-    """Floating point operations that are divided among devices if one of `dims` is sharded.
+    """Floating point operations that are divided among devices if one of `nodes` is sharded.
 
     `flops` are those of a step, and `forward` those of its forward pass, in which the operation
     runs `times` times. With rematerialisation, it runs `forwards` times as often. `rows`, the first
-    of `dims`, are as in `Cursor`. `of` are the dimensions of each operand, and `grads` is the
+    of `nodes`, are as in `Cursor`. `of` are the nodes of each operand, and `grads` is the
     number of operands that a gradient flows into.
     """
 
-    dims: Dims
+    nodes: Nodes
     flops: int | float
     forward: int | float
-    of: tuple[Dims, ...]
+    of: tuple[Nodes, ...]
     source: Source = ()
     grads: int = 0
     times: int | float = 1
     forwards: int | float = 1
-    rows: Dims = ()
+    rows: Nodes = ()
 
     @property
-    def own(self) -> Dims:
+    def own(self) -> Nodes:
         """The dimensions of one run of the operation."""
-        return self.dims[len(self.rows) :]
+        return self.nodes[len(self.rows) :]
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Cursor:
     forwards: int | float = 1.0  # one, and one more for each rematerialisation that runs it again
     is_saved: bool = True  # whether its results may be saved for the backward pass
     needed: tuple[dict[Jaxpr, Region], ...] = ()
-    rows: Dims = ()
+    rows: Nodes = ()
 
     @property
     def runs(self) -> int | float:
@@ -222,7 +223,7 @@ class Graph:
     mapped: set[int] = field(default_factory=set)  # those of a scan of independent iterations
     # First dimensions that are divided, as 12 layers into 6 groups of 2, or joined from parts: that
     # of all, and its parts.
-    groupings: list[tuple[int, Dims]] = field(default_factory=list)
+    groupings: list[tuple[int, Nodes]] = field(default_factory=list)
     singled: set[int] = field(default_factory=set)  # those of which single elements are taken
     created: set[int] = field(default_factory=set)  # created by the program: noise, zeros, copies
     of_constants: set[int] = field(default_factory=set)  # nodes of arrays that are closed over
@@ -243,15 +244,15 @@ class Graph:
     halos: list[Halo] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     # The dimensions that an array has together, in the order of the program.
-    together: dict[Dims, None] = field(default_factory=dict)
+    together: dict[Nodes, None] = field(default_factory=dict)
     # Bytes of values, by their dimensions: what is read from and written to memory, what is saved
     # for the backward pass, and the results of contractions.
-    memory_traffic: BytesByDims = field(default_factory=lambda: defaultdict(float))
-    saved: BytesByDims = field(default_factory=lambda: defaultdict(float))
-    large_result_bytes: BytesByDims = field(default_factory=lambda: defaultdict(float))
+    memory_traffic: BytesByNodes = field(default_factory=lambda: defaultdict(float))
+    saved: BytesByNodes = field(default_factory=lambda: defaultdict(float))
+    large_result_bytes: BytesByNodes = field(default_factory=lambda: defaultdict(float))
     # By the dimensions of a value: the first operation that reads it, and the first but lookups.
-    first_use: dict[Dims, Cursor] = field(default_factory=dict)
-    first_whole_use: dict[Dims, Cursor] = field(default_factory=dict)
+    first_use: dict[Nodes, Cursor] = field(default_factory=dict)
+    first_whole_use: dict[Nodes, Cursor] = field(default_factory=dict)
     looked_up: set[Value] = field(default_factory=set)  # tables
     last_use: dict[Value, Source] = field(default_factory=dict)  # of origins with a cotangent
     # What arrays with a cotangent are rearranged from: transposed, cast, reshaped or cut, or closed
@@ -290,43 +291,43 @@ class Graph:
     def value(
         self,
         aval: object,
-        dims: Dims | None = None,
+        nodes: Nodes | None = None,
         *,
         grad: bool = False,
-        reduced: int | float | None = None,
+        cotangent_sums: int | float | None = None,
     ) -> Value:
-        """Adds a value of an abstract shape; without `dims`, each dimension is a new node."""
+        """Adds a value of an abstract shape; without `nodes`, each dimension is a new one."""
         shape = tuple(getattr(aval, "shape", ()))
-        if dims is None:
-            dims = tuple(map(self.node, shape))
-        if len(dims) > 1:
-            self.together[dims] = None
+        if nodes is None:
+            nodes = tuple(map(self.node, shape))
+        if len(nodes) > 1:
+            self.together[nodes] = None
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-        return Value(dims, shape, itemsize, grad and is_inexact(aval), reduced)
+        return Value(nodes, shape, itemsize, grad and is_inexact(aval), cotangent_sums)
 
     def link(self, a: int, b: int) -> None:
         if a != b:
             self.links.append((a, b))
 
     def add_partial_sum(
-        self, node: int, value: Value, *, backward: bool = False, preceding: Dims = ()
+        self, node: int, value: Value, *, backward: bool = False, unless: Nodes = ()
     ) -> None:
         """Records that sharding `node` makes partial sums of `value`, or of its cotangent."""
         if (backward and not value.grad) or not self.cursor.times:
             return
         times, uses = self.cursor.times, 1
         rows = self.cursor.rows
-        key: object = (value, node, preceding)
+        key: object = (value, node, unless)
         if not backward:
             times *= self.cursor.forwards
             key = len(self.partial_sums)  # each is summed by itself
         # Accumulated in a loop, and summed over devices after it.
-        elif value.reduced is not None:
-            times, rows = value.reduced, ()
+        elif value.cotangent_sums is not None:
+            times, rows = value.cotangent_sums, ()
         elif key in self.partial_sums:
             uses += self.partial_sums[key].uses
         self.partial_sums[key] = PartialSum(
-            node, value, times, backward, uses, preceding, self.cursor.source, rows
+            node, value, times, backward, uses, unless, self.cursor.source, rows
         )
 
     def sum_after(self, scans: Iterable[JaxprEqn], is_rows: Callable[[int], bool]) -> None:
@@ -343,26 +344,26 @@ class Graph:
                 continue
             removed = list(map(self.partial_sums.pop, inside))
             for value in filter(operator.attrgetter("grad"), consts):
-                partial = replace(removed[0], value=value, times=times, uses=1, preceding=())
+                partial = replace(removed[0], value=value, times=times, uses=1, unless=())
                 self.partial_sums[value, partial.node, ()] = partial
 
     def is_stacked(self, value: Value) -> bool:
         """Whether a scan goes over an array, one layer after the other."""
-        return not self.stacks.isdisjoint(value.dims)
+        return not self.stacks.isdisjoint(value.nodes)
 
     def is_looped(self, value: Value) -> bool:
         """Whether a loop does, and not a scan that is unrolled."""
-        return self.is_stacked(value) and self.unrolled.isdisjoint(value.dims)
+        return self.is_stacked(value) and self.unrolled.isdisjoint(value.nodes)
 
     def first_use_of(self, value: Value) -> Cursor:
         """The first operation that reads an array, or one layer of it."""
-        if value.dims not in self.first_use and self.is_stacked(value):
-            return self.first_use.get(value.dims[1:], Cursor())
-        return self.first_use.get(value.dims, Cursor())
+        if value.nodes not in self.first_use and self.is_stacked(value):
+            return self.first_use.get(value.nodes[1:], Cursor())
+        return self.first_use.get(value.nodes, Cursor())
 
     def gathered_for(self, value: Value) -> Cursor:
         """The operation that an array is gathered for. Lookups in it may share what others need."""
-        return self.first_whole_use.get(value.dims, self.first_use_of(value))
+        return self.first_whole_use.get(value.nodes, self.first_use_of(value))
 
     def origins(self, value: Value, *, through_casts: bool = True) -> list[Value]:
         """An array, what it is rearranged from, and so on."""
@@ -395,7 +396,7 @@ class Graph:
         self.soft_links.append((before, after))
 
     def add_batch_gather(
-        self, operand: Value, node: int, *, preceding: Dims = (), along: Dims = ()
+        self, operand: Value, node: int, *, preceding: Nodes = (), along: Nodes = ()
     ) -> None:
         """Records that an operand is needed as a whole along `node`, if that counts rows."""
         cursor = self.cursor
@@ -433,7 +434,7 @@ class Graph:
         results: Sequence[Value],
         *,
         is_inside: bool,
-        along: Dims = (),
+        along: Nodes = (),
     ) -> None:
         """Records that a function runs on the host of one device.
 
@@ -466,10 +467,10 @@ class Graph:
         times, source, rows = self.cursor.times, self.cursor.source, self.cursor.rows
         self.halos.append(Halo(operand, node, target, size, times, source, whole, rows))
 
-    def add_bytes(self, by_dims: BytesByDims, value: Value, passes: int | float = 1) -> None:
-        """Adds the bytes of a value, as often as the equation runs, to those of its dimensions."""
-        dims = (*self.cursor.rows, *value.dims)
-        by_dims[dims] += value.bytes * self.cursor.times * passes
+    def add_bytes(self, by_nodes: BytesByNodes, value: Value, passes: int | float = 1) -> None:
+        """Adds the bytes of a value, as often as the equation runs, to those of its nodes."""
+        nodes = (*self.cursor.rows, *value.nodes)
+        by_nodes[nodes] += value.bytes * self.cursor.times * passes
 
     def add_saved(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
@@ -477,17 +478,17 @@ class Graph:
             self.add_bytes(self.saved, value)
 
     def add_work(
-        self, dims: Dims, flops: int | float, passes: int | float, *operands: Value
+        self, nodes: Nodes, flops: int | float, passes: int | float, *operands: Value
     ) -> None:
         """Adds `flops` operations for each of the forward and backward `passes`."""
         cursor = self.cursor
         forward = flops * cursor.times
         self.works.append(
             Work(
-                dims=(*cursor.rows, *dims),
+                nodes=(*cursor.rows, *nodes),
                 flops=forward * passes,
                 forward=forward,
-                of=tuple(value.dims for value in operands),
+                of=tuple(value.nodes for value in operands),
                 source=cursor.source,
                 grads=sum(value.grad for value in operands),
                 times=cursor.times,

@@ -36,7 +36,7 @@ def find_local_scans(scope: Scope, is_rows: Callable[[int], bool]) -> Iterator[J
     """The outermost scans that are run on each device's rows for the sake of gradients."""
 
     def batch_dim(value: Value) -> int | None:
-        for d, node in enumerate(value.dims):
+        for d, node in enumerate(value.nodes):
             if is_rows(node):
                 return d
         return None

@@ -86,8 +86,8 @@ class Program:
 
     @property
     def batch_size(self) -> int:
-        """The size of the batch; 0 without one. Arrays with one row, which all examples share, do
-        not count."""
+        """The number of rows, or the largest dimension along which examples are split; 0 without
+        a batch. Arrays with one row, which all examples share, do not count."""
         return max(map(self.graph.sizes.__getitem__, self.batch.of_inputs), default=0)
 
     def for_each_input(self, model: T, batch: T, other: T) -> list[T]:
@@ -101,9 +101,9 @@ class Program:
         """The dimensions of parameters and of large constants, along which no example is split."""
         owned: set[int] = set()
         for value in self.parameters:
-            owned.update(value.dims)
+            owned.update(value.nodes)
         for _, value in self.large_constants:
-            owned.update(value.dims)
+            owned.update(value.nodes)
         return frozenset(owned)
 
     @property
@@ -156,7 +156,7 @@ def _follow(
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
     # Stacks of layers that are divided into groups before a scan over the groups.
-    firsts = {value.dims[0] for value in parameters if value.dims}
+    firsts = {value.nodes[0] for value in parameters if value.nodes}
     for node, (groups, *of_group) in graph.groupings:
         single = graph.stacks | graph.singled
         if node in firsts and groups in graph.stacks and single.issuperset(of_group):
@@ -177,7 +177,7 @@ def _follow(
     graph.sum_after(find_local_scans(scope, is_rows), is_rows)
     examples: list[Value] = []
     for place, value in enumerate(arrays):
-        if value.dims and place not in batch.not_rows:
+        if value.nodes and place not in batch.not_rows:
             examples.append(value)
     return Program(
         traced,

@@ -34,7 +34,7 @@ def find_sequence(
     blocked = classes.of(graph.blocked)
     owned: Counter[int] = Counter()
     for value in program.parameters:
-        owned.update(dict.fromkeys(classes.of(value.dims), value.bytes))
+        owned.update(dict.fromkeys(classes.of(value.nodes), value.bytes))
     # Weights have the width of the model and hidden sizes, and no sequence.
     most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
     of_parameters: set[int] = set()

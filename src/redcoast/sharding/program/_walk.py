@@ -33,7 +33,7 @@ from ..operations._rule_table import KEPT, LARGE_OPERATIONS, REDUCTIONS
 from ..operations._scan_over_rows import sums_over_iterations
 from ..tree._overrides import spec_axes
 from ._follow_rule import follow_rule
-from ._graph import Cursor, Dims, Graph, ProgramConstraint, Value, have_grad
+from ._graph import Cursor, Graph, Nodes, ProgramConstraint, Value, have_grad
 from ._interpolation import Constants
 from ._loop_weights import can_hoist_gradient_sum
 from ._remat import Region, find_needed
@@ -78,7 +78,7 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
     scope = Scope(jaxpr, consts_of(closed))
     for var in jaxpr.constvars:
         scope.values[var] = graph.value(var.aval)
-        graph.of_constants.update(scope.values[var].dims)
+        graph.of_constants.update(scope.values[var].nodes)
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
     cursor, grads = graph.cursor, [value.grad for value in inputs]
     needed = [find_needed(jaxpr, region, grads) for region in cursor.regions]
@@ -131,7 +131,7 @@ def _apply_rule(
     if gathered_dim is not None:
         # The sequence is needed as a whole, and gathered if it is split. What uses the result sums
         # its cotangent.
-        operand, dims = inputs[0], list(inputs[0].dims)
+        operand, dims = inputs[0], list(inputs[0].nodes)
         graph.add_batch_gather(operand, dims[gathered_dim])
         dims[gathered_dim] = graph.node(operand.shape[gathered_dim])
         return [graph.value(equation.outvars[0].aval, tuple(dims), grad=operand.grad)], []
@@ -183,11 +183,11 @@ def _apply_rule(
 def _note_first_use(graph: Graph, rule: Rule, inputs: Sequence[Value]) -> None:
     """Records where arrays are first read. Lookups in a table are constrained by themselves."""
     for place, value in enumerate(inputs):
-        graph.first_use.setdefault(value.dims, graph.cursor)
+        graph.first_use.setdefault(value.nodes, graph.cursor)
         if rule.is_lookup and place == 0:
             graph.looked_up.add(value)
         else:
-            graph.first_whole_use.setdefault(value.dims, graph.cursor)
+            graph.first_whole_use.setdefault(value.nodes, graph.cursor)
 
 
 def _note_grouping(
@@ -198,10 +198,10 @@ def _note_grouping(
     if not inputs or not results:
         return
     before, after = inputs[0], results[0]
-    if len(before.dims) == len(after.dims):
+    if len(before.nodes) == len(after.nodes):
         is_single = after.shape[:1] == (1,) and before.shape[1:] == after.shape[1:]
         if is_single and rule.is_slice:
-            graph.singled.add(before.dims[0])
+            graph.singled.add(before.nodes[0])
         return
     joined, split = before, after
     whole, divided = rule.operands[0], rule.results[0]
@@ -210,7 +210,7 @@ def _note_grouping(
         whole, divided = divided, whole
     parts = 1 + len(divided) - len(whole)
     if whole == (tuple(chain(*divided[:parts])), *divided[parts:]):
-        graph.groupings.append((joined.dims[0], split.dims[:parts]))
+        graph.groupings.append((joined.nodes[0], split.nodes[:parts]))
 
 
 def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
@@ -219,9 +219,9 @@ def _record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None
     spec = getattr(params["sharding"], "spec", None)
     if spec is None:
         return
-    entries = (*spec, *[None] * (len(operand.dims) - len(spec)))
+    entries = (*spec, *[None] * (len(operand.nodes) - len(spec)))
     axes_by_dim: list[tuple[str, ...] | None] = []
-    for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
+    for d, (node, entry) in enumerate(zip(operand.nodes, entries, strict=True)):
         if entry is P.UNCONSTRAINED or d in params["unconstrained_dims"]:
             axes_by_dim.append(None)
             continue
@@ -239,20 +239,20 @@ def _call_host(
     graph: Graph, equation: JaxprEqn, rule: Rule | None, inputs: Sequence[Value]
 ) -> list[Value]:
     """Operands are gathered on one device. Its results go to all, which may keep a part alone."""
-    along: Dims = ()
+    along: Nodes = ()
     before = len(graph.moves)
     inputs = _copies(inputs, grad=False)  # no gradient flows through the host
     levels = independent_levels(equation)
     if rule is not None and levels:
         results = follow_rule(graph, equation, rule, inputs)
-        along = results[0].dims[:levels]
+        along = results[0].nodes[:levels]
     else:
         graph.unknown[equation.primitive.name] += 1
         results = follow_rule(graph, equation, opaque_rule(equation, results=False), inputs)
     del graph.moves[before:]  # rows are gathered for the host, and counted there
     if not results:
         for value in inputs:
-            for node in value.dims:
+            for node in value.nodes:
                 graph.add_reshard(value, node, value, None)
     in_loop = _any_is(graph.cursor.source[:-1], Cond, While)
     is_inside = in_loop or len(graph.cursor.rows) > 0
@@ -310,19 +310,19 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     is_local = not OF_ANY_ROW.isdisjoint(map(primitive_name, iter_equations(body)))
     copied_consts: list[Value] = []
     for value, var in zip(consts, const_vars, strict=True):
-        reduced = None
+        cotangent_sums = None
         if is_local:
-            reduced = _reduced_once(graph, value)
+            cotangent_sums = _summed_once(graph, value)
         elif can_hoist_gradient_sum(body, var):
-            reduced = graph.cursor.times  # once for all iterations
-        copied_consts.append(_closed_over(graph, value, reduced))
+            cotangent_sums = graph.cursor.times  # once for all iterations
+        copied_consts.append(_closed_over(graph, value, cotangent_sums))
     # A carry whose initial value has no gradient may have one after the first iteration.
     carry = _copies(carry, have_grad(inputs))  # (batch, ...)
     slices: list[Value] = []
     # Iterations that are independent are those of the rows, if the batch is split along them.
     is_map = bool(xs) and sums_over_iterations(scan) is not None
     for value, var in zip(xs, x_vars, strict=True):
-        layers, *dims = value.dims
+        layers, *dims = value.nodes
         graph.block(layers)
         graph.stacks.add(layers)
         if scan.unroll >= scan.length:
@@ -331,7 +331,7 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
         slices.append(graph.value(var.aval, tuple(dims), grad=value.grad))
         if is_map:
             graph.mapped.add(layers)
-            graph.link(xs[0].dims[0], layers)
+            graph.link(xs[0].nodes[0], layers)
             if dims:
                 graph.add_move(value, dims[0], slices[-1], dims[0])
         else:
@@ -341,8 +341,8 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     graph.scans[id(equation)] = outside.times, copied_consts
     if is_map:
         for value in consts:
-            graph.add_partial_sum(xs[0].dims[0], value, backward=True)
-        graph.cursor = replace(graph.cursor, rows=(*graph.cursor.rows, xs[0].dims[0]))
+            graph.add_partial_sum(xs[0].nodes[0], value, backward=True)
+        graph.cursor = replace(graph.cursor, rows=(*graph.cursor.rows, xs[0].nodes[0]))
     times = graph.cursor.times * (length * graph.shares.get(id(equation), 1))
     graph.cursor = replace(graph.cursor, times=times)
     # The backward pass begins each iteration with what was carried into it.
@@ -354,25 +354,25 @@ def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value])
     _link(graph, carry, outputs[: len(carry)])
     results: list[Value] = []
     for index, (value, var) in enumerate(zip(outputs, equation.outvars, strict=True)):
-        dims = value.dims
+        dims = value.nodes
         if index >= len(carry):
-            stacked = xs[0].dims[0] if is_map else graph.node(length, blocked=True)
+            stacked = xs[0].nodes[0] if is_map else graph.node(length, blocked=True)
             dims = (stacked, *dims)  # (length, ...)
         results.append(graph.value(var.aval, dims, grad=value.grad))
     return results, [scope]
 
 
-def _reduced_once(graph: Graph, value: Value) -> int | float:
+def _summed_once(graph: Graph, value: Value) -> int | float:
     """How often a gradient is summed over devices that run a loop alone: after the outermost."""
-    if value.reduced is not None:
-        return value.reduced
+    if value.cotangent_sums is not None:
+        return value.cotangent_sums
     return graph.cursor.times
 
 
-def _closed_over(graph: Graph, value: Value, reduced: int | float | None) -> Value:
+def _closed_over(graph: Graph, value: Value, cotangent_sums: int | float | None) -> Value:
     """An array in a loop that closes over it, whose cotangent is summed so often in a step."""
-    inside = replace(value, reduced=reduced)
-    if reduced is not None and value.grad:
+    inside = replace(value, cotangent_sums=cotangent_sums)
+    if cotangent_sums is not None and value.grad:
         graph.rearranged[inside] = value
     return inside
 
@@ -382,7 +382,7 @@ def _copies(values: Sequence[Value], grad: bool | None = None) -> list[Value]:
 
     By default, gradients flow into the same values.
     """
-    changed: dict[str, object] = {"reduced": None}
+    changed: dict[str, object] = {"cotangent_sums": None}
     if grad is not None:
         changed["grad"] = grad
     return [replace(value, **changed) for value in values]
@@ -390,7 +390,7 @@ def _copies(values: Sequence[Value], grad: bool | None = None) -> list[Value]:
 
 def _link(graph: Graph, values: Sequence[Value], others: Sequence[Value]) -> None:
     for value, other in zip(values, others, strict=True):
-        for node, other_node in zip(value.dims, other.dims, strict=True):
+        for node, other_node in zip(value.nodes, other.nodes, strict=True):
             graph.link(node, other_node)
 
 
@@ -398,7 +398,7 @@ def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = loop.split(inputs)
     carry = _copies(carry, have_grad([*body_consts, *carry]))
     cond_consts = _copies(cond_consts, grad=False)  # a condition has no derivative
-    body_consts = [_closed_over(graph, value, _reduced_once(graph, value)) for value in body_consts]
+    body_consts = [_closed_over(graph, value, _summed_once(graph, value)) for value in body_consts]
     outside = graph.cursor
     graph.cursor = replace(outside, times=outside.times * ASSUMED_TRIPS)
     _, cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
@@ -418,5 +418,5 @@ def _cond(graph: Graph, equation: JaxprEqn, cond: Cond, inputs: Sequence[Value])
     results: list[Value] = []
     for var, *of_branches in zip(equation.outvars, first, *others, strict=True):
         grad = have_grad(of_branches)
-        results.append(graph.value(var.aval, of_branches[0].dims, grad=grad))
+        results.append(graph.value(var.aval, of_branches[0].nodes, grad=grad))
     return results, list(scopes)

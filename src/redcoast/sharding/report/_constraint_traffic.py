@@ -85,7 +85,7 @@ def _follow_constraints(decision: Decision) -> _Constrained:
         if operation.rule is not None and operation.rule.is_product and any(specs):
             constrained.operands[path] = list(zip(operation.operands, specs, strict=True))
         for spec, value in zip(specs, operation.operands, strict=True):
-            if spec is not None and value is not None and value.dims == operation.result.dims:
+            if spec is not None and value is not None and value.nodes == operation.result.nodes:
                 return spec
         return None
 
@@ -140,7 +140,7 @@ def _operand_traffic(
     other_bytes = atom_bytes(equation.invars[1 - place]) / row_parts(work.of[1 - place])
     is_summed = False
     for d, dimension in enumerate(rule.operands[place]):
-        is_in_parts = decision.is_chosen(value.dims[d]) and not is_split[d]
+        is_in_parts = decision.is_chosen(value.nodes[d]) and not is_split[d]
         is_summed = is_summed or (is_in_parts and dimension[0] in rule.reduced)
     # Where a device has all terms of a sum that the plan computes in parts, it takes its part of
     # them and sums the results over devices, or gathers the other operand.
@@ -159,7 +159,7 @@ def _operand_traffic(
         # Whether the plan splits the result along another dimension than the operand.
         others = zip(result_dims, rule.results[0], strict=True)
         if any(decision.is_chosen(node) and dimension not in own for node, dimension in others):
-            size = value.bytes / row_parts(value.dims)
+            size = value.bytes / row_parts(value.nodes)
             yield ProductTraffic(model, all_gather(n, size) * times, work)
     if value.grad:
         planned = _used_spec(decision, value)
@@ -190,7 +190,7 @@ def _cotangent_bytes(
 def _used_spec(decision: Decision, value: Value) -> list[Axes]:
     """The axes of more than one device that the plan shards each dimension of a value over."""
     spec: list[Axes] = []
-    for axes in decision.axes_of(value.dims):
+    for axes in decision.axes_of(value.nodes):
         spec.append(used_axes(axes or (), decision.sizes))
     return spec
 

@@ -112,7 +112,7 @@ class _Use:
 
     @property
     def result_rows(self) -> int:
-        return self.rows(self.operation.result.dims)
+        return self.rows(self.operation.result.nodes)
 
     def along(self, factors: frozenset[Factor]) -> bool:
         """Whether the batch dimension of an operand is one of the factors."""
@@ -176,7 +176,7 @@ class _Use:
         most = 1
         for value in self.operation.operands:
             if value is not None:
-                most = max(most, self.rows(value.dims))
+                most = max(most, self.rows(value.nodes))
         return self.result_rows > most
 
     def _is_along_batch(self) -> bool:
@@ -210,7 +210,7 @@ class _Use:
         if operand is None or len(operand.shape) != len(result.shape):
             return False
         dimensions = self.rule.operands[0]
-        for d, node in enumerate(operand.dims):
+        for d, node in enumerate(operand.nodes):
             before, after = operand.shape[d], result.shape[d]
             is_changed = self.examples.has(node) and dimensions[d][0] in changed
             if is_changed and before == self.examples.size >= after:
@@ -235,7 +235,7 @@ class _Use:
                 continue
             weights.append(origin.weights)
             is_reduction = origin.summed is not None or origin.weights == 2
-            if is_reduction and not self.rows(value.dims):
+            if is_reduction and not self.rows(value.nodes):
                 return True
         # Division by a sum of weights is a weighted mean; its subtraction is not.
         adds = self.rule.linear == (frozenset([0, 1]),)  # linear in both at once

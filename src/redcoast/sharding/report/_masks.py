@@ -54,8 +54,8 @@ def _origin(
         if origin is not _From.MASK or value is None:
             continue
         # A mask of one element, as for a whole layer, is meant.
-        is_for_all = prod(value.shape) > 1 and not any(map(examples.has, value.dims))
-        if is_for_all and any(map(examples.has, operation.result.dims)):
+        is_for_all = prod(value.shape) > 1 and not any(map(examples.has, value.nodes))
+        if is_for_all and any(map(examples.has, operation.result.nodes)):
             lines[operation.line()] = None
     origin = max(operands, default=_From.NUMBERS)
     # `uniform(key) < rate` is how a mask is drawn.

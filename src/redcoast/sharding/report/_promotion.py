@@ -92,7 +92,7 @@ def _is_mistake(examples: BatchDims, operation: Operation, operands: Sequence[_O
         if tuple(shapes) != ((size,), (1, size), (size, 1)):
             continue
         differ = operands[0].model != operands[1].model and not operands[column].widened
-        of_batch = all(map(examples.has, operation.result.dims))
+        of_batch = all(map(examples.has, operation.result.nodes))
         # The operation itself did the broadcast, which then has the same frames.
         frames = _frames(broadcast)
         added = any(file.endswith(_BATCHING) for file, *_ in frames)

@@ -41,7 +41,7 @@ def batch_sizes(decision: Decision) -> tuple[int, ...]:
     nodes = program.batch.of_inputs
     if program.batch.splits_examples:
         # The dimensions that are split are those of the sequence.
-        nodes = [value.dims[0] for value in program.examples]
+        nodes = [value.nodes[0] for value in program.examples]
     return tuple(sorted(set(map(program.graph.sizes.__getitem__, nodes))))
 
 
@@ -177,7 +177,7 @@ def _find_sets(leaves: Sequence[Leaf], decision: Decision) -> dict[int, ArraysTo
     members: dict[int, Members] = {}
     for leaf, value, d in arrays:
         if d is not None:
-            root = decision.classes[value.dims[d]]
+            root = decision.classes[value.nodes[d]]
             members.setdefault(root, []).append((leaf, d))
     over = " x ".join(decision.used_model_axes)
     sets: dict[int, ArraysTogether] = {}
@@ -233,7 +233,7 @@ class Reasons:
         if place in self.decision.layered:
             entries = entries[1:]  # the first counts layers
         if d is not None:
-            return self.sets[self.decision.classes[value.dims[d]]].reason
+            return self.sets[self.decision.classes[value.nodes[d]]].reason
         if any(entries):
             return Reason("fsdp", self.not_computed(place) or STORED)
         if place in self.decision.layered:
@@ -318,7 +318,7 @@ class Reasons:
         value = program.parameters[place]
         blocked = classes.of(program.graph.blocked)
         dims = []
-        for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+        for d, (node, size) in enumerate(zip(value.nodes, value.shape, strict=True)):
             if classes[node] not in blocked:
                 dims.append((d, node, size))
         return dims

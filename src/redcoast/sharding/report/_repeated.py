@@ -27,7 +27,7 @@ def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
     devices_sharing = sharing(decision)
     undivided: list[Work] = []
     for work in program.graph.works:
-        if devices_sharing(work.dims) == 1:
+        if devices_sharing(work.nodes) == 1:
             undivided.append(work)
     least = _LITTLE * arithmetic(decision).per_device
     # Most plans end here, before reasons are looked for.
@@ -60,7 +60,7 @@ def _places(program: Program, work: Work) -> list[int]:
     operands = list(map(set, filter(None, work.of)))  # scalars have no dimensions
     places: list[int] = []
     for place, value in enumerate(program.parameters):
-        if any(dims.issubset(value.dims) for dims in operands):
+        if any(dims.issubset(value.nodes) for dims in operands):
             places.append(place)
     return places
 
@@ -91,7 +91,7 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     against = reasons_against(graph, classes, program.batch)
 
     def why(work: Work) -> str:
-        for node in work.dims:
+        for node in work.nodes:
             size = graph.sizes[node]
             rows = f"the {size:,} rows that the program makes"
             number = f"{rows} differ in number from the batch ({batch})"

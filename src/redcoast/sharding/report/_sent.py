@@ -39,7 +39,7 @@ def sent_to_hosts(decision: Decision) -> Iterator[Sent]:
             continue  # each device calls it for its own rows
         cause = "functions on the host: what they receive and return"
         for value in call.operands:
-            size = all_gather(decision.batch.parts(value.dims), value.bytes) * call.times
+            size = all_gather(decision.batch.parts(value.nodes), value.bytes) * call.times
             yield Sent(rows, "activations", cause, size, call.source)
         for value in call.results:
             size = all_reduce(parts(everyone, sizes), value.bytes) * call.times

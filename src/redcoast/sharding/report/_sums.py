@@ -51,7 +51,7 @@ def find_sums(program: Program) -> dict[str, str]:
     # An array of the batch without rows may be anything, such as the number of tokens.
     inputs = program.for_each_input(model=_Growth(), batch=_UNKNOWN, other=_Growth())
     for place, var in enumerate(scope.jaxpr.invars):
-        if any(map(examples.has, scope.values[var].dims)):
+        if any(map(examples.has, scope.values[var].nodes)):
             inputs[place] = _Growth()
     facts = Facts(
         of_number=lambda value: _Growth(number=_number(value)),
@@ -81,7 +81,7 @@ def _are_apart(examples: BatchDims, operation: Operation) -> bool:
     for value in operation.operands:
         if value is None:
             continue
-        for node, size in zip(value.dims, value.shape, strict=True):
+        for node, size in zip(value.nodes, value.shape, strict=True):
             if examples.has(node) and 1 < size < examples.size:
                 return True
     return False

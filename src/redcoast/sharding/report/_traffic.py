@@ -114,7 +114,7 @@ def _tensor_parallel(reasons: Reasons) -> Iterator[Sent]:
             names = reasons.sets[collective.root].names
         what, size = "all-reduces", collective.bytes
         is_scattered = scatters_over(decision.hardware, decision.n)
-        if is_scattered and decision.is_along_sequence(collective.dims):
+        if is_scattered and decision.is_along_sequence(collective.nodes):
             # The other half of an all-reduce is an all-gather, which `_gathers_of_sequence` has.
             what, size = "reduce-scatters", size / 2
         cause = f"{what} of activations, {_way(collective.backward)}: {names}"
@@ -158,7 +158,7 @@ def _over_batch(reasons: Reasons, in_parts: bool) -> Iterator[Sent]:
     for collective in of_batch(graph, decision.batch, shards, decision.hardware):
         size = collective.bytes
         # Devices of one `model` group send different parts of it.
-        if decision.is_parallel(collective.dims):
+        if decision.is_parallel(collective.nodes):
             size = size / decision.n
         others = f"sums over the {what}, {_way(collective.backward)}"
         cause = causes.get(collective.cause, others)
@@ -257,7 +257,7 @@ def _gathers_of_sequence(decision: Decision) -> Iterator[Sent]:
     for summed in graph.partial_sums.values():
         if summed.backward or not summed.value.grad or not decision.is_chosen(summed.node):
             continue
-        times, dims = summed.times, summed.value.dims
+        times, dims = summed.times, summed.value.nodes
         if decision.is_along_sequence(dims):
             work = by_path.get(path_of(summed.source))
             if work is not None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
-from ..program._graph import Dims, Graph, Value
+from ..program._graph import Graph, Nodes, Value
 from ._hardware import Hardware
 from ._planned_collectives import gathered_bytes, of_batch, of_model
 
@@ -58,25 +58,25 @@ class Problem:
 
     `against` has, for each class, those that it cannot be chosen with. For each part of a step's
     time and each set of classes, `costs` has the seconds if at least one of them is chosen, and
-    those if none is.
+    those if none is: arithmetic is divided if any dimension of a product is sharded.
     """
 
     against: Mapping[int, set[int]]
     costs: dict[tuple[TimeKind, Choice], tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, kind: TimeKind, classes: Choice, hit: int | float, miss: int | float) -> None:
-        """Adds a cost: `hit` if at least one of the classes is chosen, and otherwise `miss`."""
-        before_hit, before_miss = self.costs.get((kind, classes), (0.0, 0.0))
-        self.costs[kind, classes] = before_hit + hit, before_miss + miss
+    def add(self, kind: TimeKind, classes: Choice, if_any: float, if_none: float) -> None:
+        """Adds a cost: `if_any` if at least one of the classes is chosen, else `if_none`."""
+        before_any, before_none = self.costs.get((kind, classes), (0.0, 0.0))
+        self.costs[kind, classes] = before_any + if_any, before_none + if_none
 
     def seconds(self, chosen: Choice) -> Seconds:
         """The time of a step if these classes are chosen."""
         sums: Counter[TimeKind] = Counter()
-        for (kind, classes), (hit, miss) in self.costs.items():
+        for (kind, classes), (if_any, if_none) in self.costs.items():
             if chosen.isdisjoint(classes):
-                sums[kind] += miss  # pyright: ignore
+                sums[kind] += if_none  # pyright: ignore
             else:
-                sums[kind] += hit  # pyright: ignore
+                sums[kind] += if_any  # pyright: ignore
         return Seconds(sums["arithmetic"], sums["memory"], sums["hideable"], sums["exposed"])
 
 
@@ -101,7 +101,7 @@ def price(
     """
     problem = Problem(against)
 
-    def add_shared(kind: TimeKind, dims: Dims, seconds: int | float) -> None:
+    def add_shared(kind: TimeKind, dims: Nodes, seconds: int | float) -> None:
         """Adds seconds that the devices of `model` share if one of the dimensions is chosen."""
         problem.add(kind, classes.of(dims).intersection(against), seconds / model, seconds)
 
@@ -118,10 +118,10 @@ def price(
         if collective.cause == "gradients" and not graph.rule_at(collective.source).is_lookup:
             kind = "hideable"
         # An array that is tensor-parallel as well is reduced in parts.
-        add_shared(kind, collective.dims, collective.bytes / batch_speed)
+        add_shared(kind, collective.nodes, collective.bytes / batch_speed)
     for work in graph.works:
-        seconds = work.flops / batch.parts(work.dims) / hardware.flops
-        add_shared("arithmetic", work.dims, seconds)
+        seconds = work.flops / batch.parts(work.nodes) / hardware.flops
+        add_shared("arithmetic", work.nodes, seconds)
     for dims, size in graph.memory_traffic.items():
         add_shared("memory", dims, size / batch.parts(dims) / hardware.memory_bandwidth)
     # A table whose rows are looked up is gathered before a step computes anything, unless products
@@ -139,9 +139,9 @@ def price(
         over_fsdp = gathered_bytes(graph, value, fsdp) / batch_speed / model
         over_model = gathered_bytes(graph, value, model) / model_speed
         kind = "hideable"
-        if not indexed.isdisjoint(linked.of(value.dims)):
+        if not indexed.isdisjoint(linked.of(value.nodes)):
             kind = "exposed"
         # A tensor-parallel array is gathered over `fsdp` alone.
-        own = classes.of(value.dims).intersection(against)
+        own = classes.of(value.nodes).intersection(against)
         problem.add(kind, own, over_fsdp, over_fsdp + over_model)
     return problem

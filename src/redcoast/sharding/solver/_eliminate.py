@@ -77,9 +77,9 @@ def search_classes(problem: Problem) -> Choice:
 
 def _tables(problem: Problem) -> list[_Table]:
     sums: dict[Choice, np.ndarray] = {}  # (2, 2, ...), an axis for each class
-    for (_, classes), (hit, miss) in problem.costs.items():
-        costs = np.full((2,) * len(classes), hit)
-        costs[(0,) * len(classes)] = miss
+    for (_, classes), (if_any, if_none) in problem.costs.items():
+        costs = np.full((2,) * len(classes), if_any)
+        costs[(0,) * len(classes)] = if_none
         if classes:  # other costs are the same for all choices
             sums[classes] = sums.get(classes, 0.0) + costs
     tables = [_Table(tuple(sorted(classes)), costs) for classes, costs in sums.items()]

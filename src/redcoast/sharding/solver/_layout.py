@@ -10,7 +10,7 @@ from ...distributed._mesh import PIPE
 from .._mesh_axes import parts, used_axes
 from ..pipeline._stages import Pipeline
 from ..program._batch_dims import Entries
-from ..program._graph import Cursor, Dims, Value
+from ..program._graph import Cursor, Nodes, Value
 from ..program._program import Program
 from ..tree._leaf_plans import trim_spec
 from ..tree._leaves import LARGE
@@ -30,7 +30,7 @@ STORAGE_AXES = ("fsdp", "model")
 def is_large(program: Program, value: Value) -> bool:
     """Whether an array is sharded even if it has to be all-gathered where it is used."""
     of_layer = 1  # elements; a scan gathers one layer at a time
-    for node, size in zip(value.dims, value.shape, strict=True):
+    for node, size in zip(value.nodes, value.shape, strict=True):
         if node not in program.graph.stacks:
             of_layer *= size
     return of_layer >= LARGE
@@ -86,7 +86,7 @@ class StorageLayout:
             is_cast = cast_share(decision.program.graph, value) < 1
             if not has_copies or is_cast or not is_large(decision.program, value):
                 continue
-            entries: Entries = [None] * len(value.dims)
+            entries: Entries = [None] * len(value.nodes)
             for d, entry in enumerate(spec):
                 entries[d] = spec_axes(entry) or None
             self._shard(value, entries, over)
@@ -132,15 +132,15 @@ class StorageLayout:
         if decision.pipeline is not None:
             return self._pipeline_activations(decision.pipeline)
         program, sizes, compiler = decision.program, decision.sizes, decision.hardware.compiler
-        shares: dict[tuple[Dims, bool], int | float] = {}  # of an array, that each device has
+        shares: dict[tuple[Nodes, bool], int | float] = {}  # of an array, that each device has
 
         def size_of(value: Value, *, of_product: bool = False) -> int | float:
-            key = value.dims, of_product
+            key = value.nodes, of_product
             if key not in shares:
-                shares[key] = 1 / decision.devices_of(value.dims, of_product=of_product)
+                shares[key] = 1 / decision.devices_of(value.nodes, of_product=of_product)
                 if compiler == "tpu":
                     local: list[int] = []
-                    for size, axes in zip(value.shape, decision.axes_of(value.dims), strict=True):
+                    for size, axes in zip(value.shape, decision.axes_of(value.nodes), strict=True):
                         local.append(max(1, size // parts(axes or (), sizes)))
                     shares[key] *= padding(local)
             return value.bytes * shares[key]
@@ -167,7 +167,7 @@ class StorageLayout:
                     gathered=in_use * (share > split),  # 0 if it is stored as it is used
                     gradient=gradient,
                     local=value.grad * local * (decision.batch.count > 1),  # before it is summed
-                    first_use=program.graph.first_use.get(value.dims, Cursor()).source,
+                    first_use=program.graph.first_use.get(value.nodes, Cursor()).source,
                 )
             )
         peak = find_peak(
@@ -226,7 +226,7 @@ class StorageLayout:
         if "fsdp" in model_axes:
             fsdp_axes = ()  # an axis can shard one dimension alone
         model, fsdp = used_axes(model_axes, decision.sizes), used_axes(fsdp_axes, decision.sizes)
-        entries: Entries = [None] * len(value.dims)
+        entries: Entries = [None] * len(value.nodes)
         parallel, is_stored_in_parts = decision.parallel_dims[place], self.stored_in_parts[place]
         if parallel is not None:
             entries[parallel] = model
@@ -245,7 +245,7 @@ class StorageLayout:
         classes, sizes = self.decision.classes, self.decision.sizes
         n, blocked = parts(over, sizes), classes.of(self.decision.program.graph.blocked)
         largest: int | None = None
-        for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+        for d, (node, size) in enumerate(zip(value.nodes, value.shape, strict=True)):
             divides = size > 0 and size % n == 0
             if entries[d] is not None or not divides or classes[node] in blocked:
                 continue

@@ -22,7 +22,7 @@ def arithmetic(decision: Decision) -> Arithmetic:
     on_device = decision.of_stage
     count_devices, each = sharing(on_device), 0.0
     for work in on_device.program.graph.works:
-        each += work.flops / count_devices(work.dims)
+        each += work.flops / count_devices(work.nodes)
     return Arithmetic(float(total), each)
 
 
@@ -70,7 +70,7 @@ def estimate_memory(layout: StorageLayout, state_bytes: int) -> Memory:
     # The other arguments of the function.
     for var in program.scope.jaxpr.invars[program.traced.arrays :]:
         value = program.scope.values[var]
-        batch += value.bytes / decision.batch.parts(value.dims[:1])
+        batch += value.bytes / decision.batch.parts(value.nodes[:1])
     return Memory(
         arrays=round(arrays),
         gradients=round(layout.summed_gradients),

@@ -12,7 +12,7 @@ from ...core._control_flow import Scan, control_flow
 from ...core._jaxpr import struct_of
 from ..operations import Atom, is_cumulative
 from ..program._batch_dims import BatchDims
-from ..program._graph import Dims, Graph, Reshard, SourcePath, path_of
+from ..program._graph import Graph, Nodes, Reshard, SourcePath, path_of
 from ._hardware import all_gather, all_reduce
 
 # The parts of its operand that a device sends for a slice that is split again, and of each operand
@@ -47,7 +47,7 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
         if move in shifted:
             sent = 0.0
             if batch.has(move.before):
-                devices, others = batch.around(move.before, (*move.rows, *move.operand.dims))
+                devices, others = batch.around(move.before, (*move.rows, *move.operand.nodes))
                 size = min(move.result.bytes, move.operand.bytes / devices) / others
                 # The cotangent of the smaller slice is summed over the devices.
                 back = size + all_reduce(devices, move.result.bytes / others)
@@ -57,7 +57,7 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
             yield move, _sent(move, graph, batch)
 
 
-def is_spectrum(atom: Atom, dims: Dims, graph: Graph, batch: BatchDims) -> bool:
+def is_spectrum(atom: Atom, dims: Nodes, graph: Graph, batch: BatchDims) -> bool:
     """Whether an array is a spectrum of split examples, which is split along another dimension than
     the field. `dims` are dimensions of it."""
     is_complex = jnp.issubdtype(struct_of(atom).dtype, jnp.complexfloating)
@@ -99,9 +99,9 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         if not stays_split:
             return 0
         # A part of each device's cotangent belongs to an array that all have.
-        devices, others = batch.around(move.after, (*move.rows, *move.result.dims))
+        devices, others = batch.around(move.after, (*move.rows, *move.result.nodes))
         return all_gather(devices, move.operand.bytes / others) * move.backward
-    dims = move.operand.dims
+    dims = move.operand.nodes
     if batch.splits_alike(move.before, dims[: dims.index(move.before)]):
         return 0  # an earlier dimension is the split one, as of a matrix of all pairs of rows
     devices, others = batch.around(move.before, (*move.rows, *dims))
@@ -126,7 +126,7 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
         strides = equation.params.get("strides")
         if strides is not None and move.before is not None and move.after is not None:
             # Every second or third row is taken, and as many from each part.
-            rows, stride = graph.sizes[move.before], strides[move.operand.dims.index(move.before)]
+            rows, stride = graph.sizes[move.before], strides[move.operand.nodes.index(move.before)]
             if graph.sizes[move.after] * stride == rows and rows // devices % stride == 0:
                 return 0
         gathered = all_gather(devices, result)
@@ -137,12 +137,12 @@ def _sent(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
 
 def _sent_for_batches(move: Reshard, graph: Graph, batch: BatchDims) -> int | float:
     """What devices send so that each has rows of each batch that a scan goes over, or all rows."""
-    batches, of_batch, *_ = move.operand.dims
+    batches, of_batch, *_ = move.operand.nodes
     rows = [node for node, parts in graph.groupings if parts == (batches, of_batch)]
     rows = list(filter(batch.has, rows))
     if batch.has(batches) or not rows:
         return 0
-    devices, others = batch.around(rows[0], (*move.rows, *move.operand.dims))
+    devices, others = batch.around(rows[0], (*move.rows, *move.operand.nodes))
     whole = move.operand.bytes / others
     if not batch.has(of_batch):
         return all_gather(devices, whole) * move.times

@@ -23,9 +23,9 @@ from ..program._batch_dims import BatchDims
 from ..program._classes import Classes
 from ..program._graph import (
     BatchGather,
-    Dims,
     Graph,
     Halo,
+    Nodes,
     PartialSum,
     Reshard,
     Source,
@@ -69,12 +69,12 @@ class PlannedCollective:
 
     `root` is the class of dimensions whose sharding over `model` is the cause; where it is None,
     the cause is that the batch is sharded, and the bytes are divided by the devices of `model` if
-    one of `dims` is sharded over them. `source` is the operation.
+    one of `nodes` is sharded over them. `source` is the operation.
     """
 
     cause: Cause
     bytes: int | float
-    dims: Dims
+    nodes: Nodes
     source: Source
     backward: bool = False
     root: int | None = None
@@ -117,16 +117,16 @@ def of_model(
     all-gathered.
     """
     apart = _summed_apart(graph, hardware)
-    for summed in _once(graph, graph.partial_sums.values(), apart, classes.__getitem__):
+    for summed in _added_first(graph, graph.partial_sums.values(), apart, classes.__getitem__):
         if classes.divides(summed.node):
-            dims, root = summed.value.dims, classes[summed.node]
+            dims, root = summed.value.nodes, classes[summed.node]
             size = _sum_bytes(graph, summed, apart) / batch.parts((*summed.rows, *dims))
             sent = all_reduce(n, size)
             yield PlannedCollective(
                 "partial sums", sent, dims, summed.source, summed.backward, root
             )
     for cut in graph.reshards:
-        dims = (*cut.rows, *cut.result.dims)
+        dims = (*cut.rows, *cut.result.nodes)
         # The classes that end at the cut, and the bytes that are gathered: compilers gather the
         # array and its cotangent on either side.
         ends: list[tuple[int, int | float]] = []
@@ -185,12 +185,12 @@ def _rows_together(
     rule, operands = graph.rule_at(summed.source), summed.source[-1].invars
     of_table = atom_bytes(operands[0])
     if rule.is_lookup:
-        has_rows = any(map(batch.has, summed.value.dims))
-        is_same_row = batch.splits_alike(summed.node, summed.preceding)
+        has_rows = any(map(batch.has, summed.value.nodes))
+        is_same_row = batch.splits_alike(summed.node, summed.unless)
         if has_rows and not is_same_row and summed.value.bytes >= of_table:
             return PartsTogether({0: count})
     elif rule.writes is not None and rule.sums:
-        has_rows = any(map(batch.has, summed.preceding))
+        has_rows = any(map(batch.has, summed.unless))
         if has_rows and atom_bytes(operands[rule.writes]) >= of_table:
             return PartsTogether(of_result=count)
     return None
@@ -223,19 +223,19 @@ class _OverBatch:
         for turn in graph.turns:
             yield from self._transposed(turn)
         for move, sent in moved_rows(graph, batch):
-            dims = (*move.rows, *move.operand.dims)
+            dims = (*move.rows, *move.operand.nodes)
             yield PlannedCollective("moved", sent, dims, move.source)
 
     def _addition_to_rows(self, summed: PartialSum) -> Iterator[PlannedCollective]:
         """A sum that adds rows of the batch to others, as messages at the nodes of a graph."""
         rule = self.graph.rule_at(summed.source)
-        if summed.backward or not any(map(self.batch.has, summed.preceding)):
+        if summed.backward or not any(map(self.batch.has, summed.unless)):
             return
         if rule.writes is None or not rule.sums:
             return
         value = summed.value
         operand, indices, added = summed.source[-1].invars
-        devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
+        devices, others = self.batch.around(summed.node, (*summed.rows, *value.nodes))
         size = value.bytes * summed.times / others
         of_added = atom_bytes(added) / others
         if atom_bytes(added) < atom_bytes(operand):
@@ -247,18 +247,18 @@ class _OverBatch:
         else:
             # Each device adds its own rows to all others, and XLA all-reduces the result. The
             # cotangent of the result is all-gathered.
-            sent = self._sum(devices, size, self.batch.splits_alike(summed.node, value.dims))
+            sent = self._sum(devices, size, self.batch.splits_alike(summed.node, value.nodes))
             sent += value.grad * all_gather(devices, size)
-            if not self.graph.created.issuperset(filter(self.batch.has, summed.preceding)):
+            if not self.graph.created.issuperset(filter(self.batch.has, summed.unless)):
                 sent += all_gather(devices, size)  # what they are added to
-        yield PlannedCollective("by index", sent, value.dims, summed.source)
+        yield PlannedCollective("by index", sent, value.nodes, summed.source)
 
     def _sums(self, sums: Iterable[PartialSum]) -> Iterator[PlannedCollective]:
         """Sums along a dimension of the batch: gradients, lookups in rows, and other sums."""
         batch, hardware = self.batch, self.hardware
         split: list[PartialSum] = []
         for summed in sums:
-            if not batch.splits_alike(summed.node, summed.preceding):
+            if not batch.splits_alike(summed.node, summed.unless):
                 split.append(summed)
         gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
         apart = _summed_apart(self.graph, hardware)
@@ -266,10 +266,10 @@ class _OverBatch:
         all_rows = -1
         is_scattered = scatters_over(hardware, self.gradient_shards)
         # A reduce-scatter is done before a cast, so that fewer bytes are sent.
-        for summed in _once(
+        for summed in _added_first(
             self.graph, split, apart, lambda node: all_rows, through_casts=not is_scattered
         ):
-            dims, source = summed.value.dims, summed.source
+            dims, source = summed.value.nodes, summed.source
             product = self._product_of(summed.node, source)
             is_gradient = summed.backward and batch.parts(dims) == 1
             if product is not None and not is_gradient and product.sums_parts == summed.backward:
@@ -309,7 +309,8 @@ class _OverBatch:
 
     def _interpolated(self, summed: PartialSum) -> int | float | None:
         """Bytes of the halos in place of a sum, if elements depend on few others of an example."""
-        dims, split, equation = summed.value.dims, self.batch.set_of(summed.node), summed.source[-1]
+        dims, equation = summed.value.nodes, summed.source[-1]
+        split = self.batch.set_of(summed.node)
         interpolation = self.graph.interpolation(equation)
         if interpolation is None or split is None or not self.batch.splits_examples:
             return None
@@ -324,7 +325,7 @@ class _OverBatch:
 
     def _looks_up_other_rows(self, summed: PartialSum) -> bool:
         """Whether devices look up rows of the batch, as those of nodes at edges of a graph."""
-        has_rows = any(map(self.batch.has, summed.value.dims))
+        has_rows = any(map(self.batch.has, summed.value.nodes))
         return has_rows and self.graph.rule_at(summed.source).is_lookup
 
     def _lookup(self, summed: PartialSum, *, is_first: bool) -> PlannedCollective:
@@ -335,20 +336,20 @@ class _OverBatch:
         """
         value = summed.value
         table, indices, *_ = summed.source[-1].invars
-        devices, others = self.batch.around(summed.node, (*summed.rows, *value.dims))
+        devices, others = self.batch.around(summed.node, (*summed.rows, *value.nodes))
         if value.bytes < atom_bytes(table) and not self.batch.splits_examples:
             of_result = value.bytes / others
             sent = all_reduce(devices, of_result)
             sent += value.grad * all_gather(devices, of_result + atom_bytes(indices))
             sent *= summed.times
-            return PlannedCollective("by index", sent, value.dims, summed.source)
+            return PlannedCollective("by index", sent, value.nodes, summed.source)
         size = atom_bytes(table) * summed.times / others
         sent = 0.0
         if is_first:
             sent += all_gather(devices, size)
         if value.grad and (is_first or not self.batch.splits_examples):
             sent += self._sum(devices, size, True)
-        return PlannedCollective("by index", sent, value.dims, summed.source)
+        return PlannedCollective("by index", sent, value.nodes, summed.source)
 
     @cached_property
     def _products(self) -> dict[SourcePath, _Product]:
@@ -366,9 +367,9 @@ class _OverBatch:
         work, count = product.work, product.split.count
         equation = work.source[-1]
         if product.sums_parts and work.grads:
-            _, others = self.batch.around(product.nodes[0], work.dims)
+            _, others = self.batch.around(product.nodes[0], work.nodes)
             sent = all_gather(count, atom_bytes(equation.outvars[0]) / others) * work.times
-            yield PlannedCollective("compared", sent, work.dims, work.source, backward=True)
+            yield PlannedCollective("compared", sent, work.nodes, work.source, backward=True)
         for side in product.gathered:
             dims = work.of[side]
             _, others = self.batch.around(product.nodes[side], (*work.rows, *dims))
@@ -388,13 +389,13 @@ class _OverBatch:
         cause: Cause = "written"
         if gather.preceding and self.graph.rule_at(gather.source).writes is None:
             cause = "compared"  # as in a table of all pairs of examples
-        dims = (*gather.rows, *gather.operand.dims)
+        dims = (*gather.rows, *gather.operand.nodes)
         devices, others = batch.around(node, dims)
         sent = all_gather(devices, gather.operand.bytes / others) * gather.times
         yield PlannedCollective(cause, sent, dims, gather.source)
 
     def _halo(self, halo: Halo) -> PlannedCollective:
-        cause, sent, dims = "halos", halo.bytes, (*halo.rows, *halo.operand.dims)
+        cause, sent, dims = "halos", halo.bytes, (*halo.rows, *halo.operand.nodes)
         devices, others = self.batch.around(halo.node, dims)
         if not self.batch.splits_alike(halo.node, [halo.target]):
             # Its size does not divide. The compiler may gather the array.
@@ -412,12 +413,12 @@ class _OverBatch:
         dimension."""
         rule = self.graph.rule_at(turn.source)
         for split in self.batch.sets:
-            before, after = (_first_in(split, value.dims) for value in (turn.operand, turn.result))
+            before, after = (_first_in(split, value.nodes) for value in (turn.operand, turn.result))
             if before is None or after is None:
                 continue
             if rule.operands[0][before] == rule.results[0][after]:
                 continue
-            dims = turn.operand.dims
+            dims = turn.operand.nodes
             devices, others = self.batch.around(dims[before], (*turn.rows, *dims))
             sent = all_gather(devices, turn.operand.bytes / others) / devices
             times = turn.times + turn.backward
@@ -436,7 +437,7 @@ class _OverBatch:
             devices, others = self.batch.around(node, (*work.rows, *dims))
             size = sum(map(atom_bytes, (atom, *equation.outvars))) / others
             sent = 2 * work.times * all_gather(devices, size) / devices
-            yield PlannedCollective("turned", sent, work.dims, work.source)
+            yield PlannedCollective("turned", sent, work.nodes, work.source)
             return
 
 
@@ -482,7 +483,7 @@ def _interpolation_halo(graph: Graph, equation: JaxprEqn, split: SplitNodes) -> 
     return atom_bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
 
 
-def _first_in(split: SplitNodes, dims: Dims) -> int | None:
+def _first_in(split: SplitNodes, dims: Nodes) -> int | None:
     """The place of the first dimension that is split."""
     return next((place for place, node in enumerate(dims) if split.has(node)), None)
 
@@ -509,7 +510,7 @@ def _is_gathered_for_lookups(graph: Graph, value: Value) -> bool:
 
     Not if that is a cast, or in a function with a derivative of its own.
     """
-    if value.dims not in graph.first_whole_use:
+    if value.nodes not in graph.first_whole_use:
         return True
     source = graph.gathered_for(value).source
     for flow in map(control_flow, source):
@@ -525,7 +526,7 @@ def cast_share(graph: Graph, value: Value) -> float:
     """
     source = graph.gathered_for(value).source
     for flow in map(control_flow, source[:-1]):
-        is_closed_over = isinstance(flow, Scan) and value.dims in graph.first_use
+        is_closed_over = isinstance(flow, Scan) and value.nodes in graph.first_use
         has_derivative = isinstance(flow, Call) and flow.has_derivative
         if is_closed_over or has_derivative or isinstance(flow, While):
             return 1.0
@@ -584,7 +585,7 @@ def _summed_apart(graph: Graph, hardware: Hardware) -> set[Value]:
     return apart - added
 
 
-def _once(
+def _added_first(
     graph: Graph,
     sums: Iterable[PartialSum],
     apart: Collection[Value],

@@ -58,7 +58,7 @@ def replicate(layout: StorageLayout, memory: int | float, state_bytes: int) -> S
     for place in replicated:
         d = decision.parallel_dims[place]
         if d is not None:
-            dropped.add(decision.classes[parameters[place].dims[d]])
+            dropped.add(decision.classes[parameters[place].nodes[d]])
     decision = replace(decision, chosen=decision.chosen - dropped)
     return replace(layout, decision=decision, replicated=frozenset(replicated))
 
@@ -70,7 +70,7 @@ def _memory_only(layout: StorageLayout) -> list[list[int]]:
     # The classes whose sharding saves arithmetic or activations.
     needed: set[int] = set()
     for work in program.graph.works:
-        needed |= classes.of(filter(classes.divides, work.dims))
+        needed |= classes.of(filter(classes.divides, work.nodes))
     for dims in program.graph.saved:
         needed |= classes.of(filter(classes.divides, dims))
     stored: list[list[int]] = []
@@ -78,7 +78,7 @@ def _memory_only(layout: StorageLayout) -> list[list[int]]:
     for place, d in enumerate(decision.parallel_dims):
         is_override = place in layout.overrides
         if d is not None:
-            root = classes[program.parameters[place].dims[d]]
+            root = classes[program.parameters[place].nodes[d]]
             by_class[root].append(place)
             if is_override:
                 needed.add(root)

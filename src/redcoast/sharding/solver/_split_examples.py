@@ -24,7 +24,7 @@ _Place = tuple[int, int]
 
 def needs_split(program: Program, count: int) -> bool:
     """Whether a batch cannot be split over `count` devices by rows, but its examples may be."""
-    has_inner = any(len(value.dims) > 1 for value in program.examples)
+    has_inner = any(len(value.nodes) > 1 for value in program.examples)
     return count > 1 and has_inner and not batch_dims(program, count).is_split
 
 
@@ -73,7 +73,7 @@ def _why_indivisible(program: Program, count: int) -> str:
         )
     sizes: set[int] = set()
     for value in program.examples:
-        for node in sequence.intersection(value.dims[1:]):
+        for node in sequence.intersection(value.nodes[1:]):
             sizes.add(program.graph.sizes[node])
     numbers = " and ".join(map("{:,}".format, sorted(sizes)))
     return f"{numbers} tokens do not divide either"
@@ -95,7 +95,7 @@ class ExampleDims:
             if value not in program.examples:
                 continue
             # The first dimension counts examples.
-            for d, node in enumerate(value.dims[1:], start=1):
+            for d, node in enumerate(value.nodes[1:], start=1):
                 if program.graph.sizes[node] > 1:
                     components.setdefault(self._anywhere[node], []).append((array, d))
         self.components = list(components.values())
@@ -104,7 +104,7 @@ class ExampleDims:
     def reached(self, places: Iterable[_Place]) -> list[int]:
         """The nodes that are linked to dimensions of the batch, and belong to no parameter."""
         arrays = self.program.batch_arrays
-        roots = self._anywhere.of(arrays[array].dims[d] for array, d in places)
+        roots = self._anywhere.of(arrays[array].nodes[d] for array, d in places)
         of_parameters = self.classes.of(self.program.owned)
         reached: list[int] = []
         for node in range(len(self.graph.sizes)):
@@ -182,7 +182,7 @@ def splits_of_one(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterato
                 continue
             rows: list[_Place] = []
             for array, value in enumerate(in_parts(1).batch_arrays):
-                if value.dims and value.dims[0] in in_parts(1).batch.of_inputs:
+                if value.nodes and value.nodes[0] in in_parts(1).batch.of_inputs:
                     rows.append((array, 0))
             for places in _choices(in_parts, rest, sizes):
                 yield (first, tuple(rows)), (rest, places)
@@ -193,10 +193,10 @@ def splits_of_one(in_parts: ProgramInParts, sizes: Mapping[str, int]) -> Iterato
         classes = Classes(program.graph, parts(axes, sizes), soft=True)
         rigid = set(_rigid(program.graph, classes))
         for value in program.parameters:
-            rigid |= classes.of(value.dims)
+            rigid |= classes.of(value.nodes)
         leading: list[_Place] = []
         for array, value in enumerate(program.batch_arrays):
-            first = value.dims[:1]
+            first = value.nodes[:1]
             if any(map(classes.divides, first)) and rigid.isdisjoint(classes.of(first)):
                 leading.append((array, 0))
         if leading:
@@ -261,10 +261,10 @@ def apply_split(program: Program, split: Split, sizes: Mapping[str, int]) -> Pro
         for array, d in places:
             not_rows.pop(array, None)
             # Another batch than that of the plan may have fewer arrays or dimensions.
-            if array >= len(arrays) or d >= len(arrays[array].dims):
+            if array >= len(arrays) or d >= len(arrays[array].nodes):
                 continue
             if d == 0:
-                leading.append(arrays[array].dims[0])
+                leading.append(arrays[array].nodes[0])
             else:
                 other_places.append((array, d))
         nodes = [*leading, *inner.free(other_places)]
@@ -299,7 +299,7 @@ def _followers(inner: ExampleDims, nodes: Sequence[int]) -> tuple[int, ...]:
     split_roots = set(classes.of(nodes))
     of_arguments: set[int] = set()
     for value in (*program.batch_arrays, *program.parameters):
-        of_arguments.update(value.dims)
+        of_arguments.update(value.nodes)
     batch = program.batch
     created = classes.of(batch.candidates | (batch.never - of_arguments))
     excluded = classes.of(of_arguments) | _rigid(graph, classes)
@@ -308,7 +308,7 @@ def _followers(inner: ExampleDims, nodes: Sequence[int]) -> tuple[int, ...]:
         if partial_sum.backward or classes[partial_sum.node] not in split_roots:
             continue
         # The result of the sum, if none of its dimensions is split already.
-        dims = list(filter(classes.divides, partial_sum.value.dims))
+        dims = list(filter(classes.divides, partial_sum.value.nodes))
         if not split_roots.isdisjoint(classes.of(dims)):
             continue
         for node in dims:

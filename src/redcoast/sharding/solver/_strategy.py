@@ -156,7 +156,7 @@ class Decision:
         return find_sequence(self.program, self.classes, self.chosen, self.batch, self.batch_axes)
 
     def _dimension(self, value: Value) -> int | None:
-        for d, node in enumerate(value.dims):
+        for d, node in enumerate(value.nodes):
             if self.is_chosen(node):
                 return d
         return None
@@ -262,7 +262,7 @@ def _solve(
         candidates = _candidates(program, classes, batch)
     against = conflicts(graph, classes, candidates)
     # Overrides are chosen whatever they cost, and rule out what an array has beside them.
-    nodes = [program.parameters[place].dims[d] for place, d in forced.items()]
+    nodes = [program.parameters[place].nodes[d] for place, d in forced.items()]
     fixed = classes.of(nodes).intersection(candidates)
     decided = fixed.union(*map(against.__getitem__, fixed))
     free: dict[int, set[int]] = {}
@@ -310,7 +310,7 @@ def bytes_of_given_batch(
     if "fsdp" in batch_axes:
         return 0
     batch = batch_dims(program, parts(BATCH_AXES, sizes))
-    size = sum(value.bytes for value in program.examples if batch.parts(value.dims[:1]) > 1)
+    size = sum(value.bytes for value in program.examples if batch.parts(value.nodes[:1]) > 1)
     return all_gather(sizes["fsdp"], size / sizes["data"])
 
 
@@ -319,16 +319,16 @@ def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[in
     graph = program.graph
     nodes: list[int] = []
     for value in program.parameters:
-        nodes.extend(value.dims)
+        nodes.extend(value.nodes)
     for _, value in program.large_constants:
-        nodes.extend(value.dims)
+        nodes.extend(value.nodes)
     free = splittable(graph, classes, nodes)
     # What counts rows is divided by the batch's axes already.
     free -= classes.of(filter(batch.has, range(len(graph.sizes))))
     # This order does not depend on the order of the leaves.
     in_order: list[int] = []
     for work in graph.works:
-        in_order.extend(work.dims)
+        in_order.extend(work.nodes)
     in_order.extend(partial_sum.node for partial_sum in graph.partial_sums.values())
     roots = dict.fromkeys(map(classes.__getitem__, [*in_order, *nodes]))
     return list(filter(free.__contains__, roots))

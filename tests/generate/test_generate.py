@@ -358,6 +358,8 @@ def test_what_is_no_integer_or_no_generative_model_is_refused():
         generate(mlp, LEFT, max_new_tokens=2)
     with pytest.raises(ValueError, match="has no `decoder_start`"):
         generate(tiny(0, TinySeq2Seq), LEFT, max_new_tokens=2)
+    with pytest.raises(ValueError, match="`decoder_start` is 11, but .* 0 to 10 in the `TinyConf"):
+        generate(tiny(0, TinySeq2Seq, decoder_start=11), LEFT, max_new_tokens=2)
 
 
 def test_a_stream_is_refused_while_a_program_is_traced():

@@ -159,7 +159,6 @@ BAD = [
     ("captioner", "decoder_start", 11, "`decoder_start` is 11, but the token ids .* are 0 to 10"),
     ("bart", "decoder_start", -1, "`decoder_start` is -1, but .* 0 to 10 in the `BartConfig`"),
     ("t5", "decoder_start", 11, "`decoder_start` is 11"),
-    ("whisper", "decoder_start", 50258, "`decoder_start` is 50258"),
 ]
 
 

@@ -17,6 +17,7 @@ from ..core._program_lines import describe_array
 from ..core._train_state import refuse_state
 from ..distributed._agreement import Listing, agree
 from ..models._cache import has_slots_to_move
+from ..models._check_config import check_decoder_start
 from ..models._check_tokens import is_known
 from ..models._inputs import AnyArray
 from ._request import Request
@@ -113,11 +114,16 @@ def check_model(model: PyTree) -> None:
             f"A {type(model).__name__} cannot generate: it has no {' and no '.join(missing)}. "
             "Pass a decoder or an encoder-decoder of `redcoast.models`, or implement them."
         )
-    if hasattr(model, "encode") and getattr(model.config, "decoder_start", None) is None:
+    if not hasattr(model, "encode"):
+        return
+    if getattr(model.config, "decoder_start", None) is None:
         raise ValueError(
             f"The configuration of this {type(model).__name__} has no `decoder_start`, the token "
             "that its decoder starts with. Set it in the configuration."
         )
+    # Whisper's default is a token of the published vocabulary, which a smaller one lacks.
+    if hasattr(model.config, "vocab"):
+        check_decoder_start(model.config)
 
 
 def as_matrix(name: str, rows: Any) -> Any:

@@ -14,7 +14,7 @@ from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._base_config import DecoderConfig, StackSizes, check_config
 from ._basic import ACTIVATIONS, dropout, layer_norm, look_up, small_normal, split_key
 from ._cache import extend
-from ._check_config import check_decoder_start, check_length
+from ._check_config import check_length
 from ._check_tokens import check_floats, check_tokens, refuse_mask
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
@@ -53,7 +53,6 @@ class WhisperConfig(StackSizes, DecoderConfig):
 
     def __post_init__(self):
         check_config(self, "mels", "frames", "positions")
-        check_decoder_start(self)
         for name, least in (("width", 4), ("frames", 2)):
             value = getattr(self, name)
             if value < least or value % 2:

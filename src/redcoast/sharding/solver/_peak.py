@@ -189,6 +189,9 @@ class _Run:
             begin = step.frame.begins[step.index]
             for place, equation in enumerate(jaxpr.eqns):
                 if place not in again:
+                    if place in inside.loops:
+                        # A conditional of which only operands are needed returns these here.
+                        inside.loops[place] = inside.loops[place][0], self.time.now
                     is_saved = region.keeps(equation)
                     for var in equation.outvars:
                         kept[var] = inside.of(var)

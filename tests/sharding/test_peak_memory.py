@@ -117,13 +117,14 @@ def one_turn(model, x, key):
 def skipped(model, x, key):
     """Rematerialised chunks that may be skipped, as those of experts: before JAX 0.12, a branch
     returns the weights of its layer again for the derivative, and not of all layers at once."""
+
+    def chunk(layer, limit, y, i):
+        run = jax.checkpoint(lambda y: y + jnp.tanh(y @ layer["up"]) @ layer["down"])
+        return jax.lax.cond(i < limit, run, lambda y: y, y), None
+
     for layer in model:
-
-        def chunk(y, i, layer=layer):
-            run = jax.checkpoint(lambda y: y + jnp.tanh(y @ layer["up"]) @ layer["down"])
-            return jax.lax.cond(i < x[0, 0], run, lambda y: y, y), None
-
-        x = x + jax.lax.scan(jax.checkpoint(chunk), x, jnp.arange(2.0))[0]
+        skips = jax.checkpoint(ft.partial(chunk, layer, x[0, 0]))
+        x = x + jax.lax.scan(skips, x, jnp.arange(2.0))[0]
     return jnp.mean(x**2)
 
 

@@ -411,6 +411,9 @@ class _OverBatch:
     def _transposed(self, turn: Reshard) -> Iterator[PlannedCollective]:
         """A table of all pairs of rows that is combined with its transpose, split along the other
         dimension."""
+        is_product = (*turn.rows, *turn.operand.nodes) in self.graph.large_result_bytes
+        if is_product and self.batch.splits_examples:
+            return  # split along the dimension that comes first after it: `orders_of_products`
         rule = self.graph.rule_at(turn.source)
         for split in self.batch.sets:
             before, after = (_first_in(split, value.nodes) for value in (turn.operand, turn.result))

@@ -82,7 +82,6 @@ import jax
 {first}
 from redcoast.dryrun._devices import place_of
 from redcoast.dryrun._target_name import parse_target
-from redcoast.losses import cross_entropy
 print(place_of(parse_target("h100:2x8")).compiler, jax.devices()[0].platform)
 """
 

@@ -212,3 +212,20 @@ def test_a_plan_constrains_a_jitted_function_of_the_user(how):
     weight, gradient = placed.layers[0].weight, actual[1].layers[0].weight
     assert gradient.sharding.is_equivalent_to(weight.sharding, 2)
     same(actual, outputs(predict_fn, loss_fn, model, batch), atol=1e-6)
+
+
+def test_a_jitted_step_of_the_user_takes_a_mesh_with_axes_of_both_types():
+    """JAX refuses constraints that name an Explicit axis, as of the gradients of what is stored."""
+    devices = np.array(jax.devices()).reshape(2, 4)
+    mixed = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    model = {"up": jnp.ones((64, 256))}
+    loss = lambda model, batch, key: jnp.mean(model["up"] ** 2)
+
+    def step(model):
+        state = rc.init_state(model, OPTIMIZER, key=jax.random.key(0))
+        jitted = jax.jit(ft.partial(rc.train_step, loss_fn=loss, optimizer=OPTIMIZER))
+        return jitted(state, jnp.ones(8))[0]
+
+    with jax.set_mesh(mixed):
+        actual = step(jax.device_put(model, NamedSharding(mixed, P(None, "fsdp"))))
+    same(actual, step(model))

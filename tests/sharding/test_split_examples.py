@@ -307,7 +307,10 @@ def test_products_of_pairs_stay_split_along_the_rows():
     @jax.checkpoint
     def block(p, z):
         n = jnp.tanh(z)
-        z = z + jnp.tanh(jnp.einsum("bikc,bjkc->bijc", n @ p["a"], n @ p["b"]) @ p["c"])
+        product = jnp.einsum("bikc,bjkc->bijc", n @ p["a"], n @ p["b"])
+        # Another array of its rank, which does not make a turn of the transpose either.
+        centred = product - jnp.mean(product, -1, keepdims=True)
+        z = z + jnp.tanh(centred @ p["c"])
         n = jnp.tanh(z)
         return z + jnp.tanh(jnp.einsum("bkic,bkjc->bijc", n @ p["a"], n @ p["b"]) @ p["c"])
 

@@ -14,6 +14,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._axis_types import is_explicit
+from ._constraint import constrain
 from ._pytree import is_none
 from ._tracing import traced_mesh
 
@@ -104,14 +105,19 @@ def divided_as_stored(tree: PyTree) -> PyTree:
     Arrays of which that is not known stay as they are.
     """
     mesh = traced_mesh()
+    # Types say it on a mesh with Explicit axes.
+    if mesh is None or is_explicit(mesh):
+        return tree
     # Inside of `jax.shard_map`, devices have arrays of their own.
-    if mesh is None or AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return tree
 
     def divide(path: KeyPath, x: Array) -> Array:
         spec = spec_of(path, x)
         if spec is None or not any(spec):
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        # Several states, as those of clients, may be divided over the same axes.
+        return constrain(x, sharding, of_cotangent=sharding)
 
     return jax.tree_util.tree_map_with_path(divide, tree)

@@ -462,8 +462,13 @@ class Batches:
     def _warn_of_added(self) -> None:
         """Warns, once, of examples that were added to a list while it was read."""
         assert self.length is not None
-        now = self._examples.count_now()
-        if self._has_warned_of_added or now <= self.length or not is_main():
+        if self._has_warned_of_added or not is_main():
+            return
+        now = self.length
+        # Only for a warning: a length that cannot be counted any more does not end the run.
+        with contextlib.suppress(Exception):
+            now = self._examples.count_now()
+        if now <= self.length:
             return
         self._has_warned_of_added = True
         logger.warning(

@@ -159,7 +159,7 @@ class Place:
         return make_mesh(**sizes, devices=self.devices)
 
     def known_options(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
-        """The options that the compiler knows, or the defaults if there are none.
+        """The options that the compiler knows, or the defaults, for None.
 
         A warning names those that it does not know, once for all meshes that are compiled.
         """

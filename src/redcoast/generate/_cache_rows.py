@@ -6,10 +6,10 @@ from jaxtyping import Array, Int, PyTree
 
 from ..core._errors import type_name
 
-Nodes = tuple[int | None, ...]
+Dims = tuple[int | None, ...]
 
 
-def cache_batch_dims(cache: PyTree, rows: int) -> Nodes:
+def cache_batch_dims(cache: PyTree, rows: int) -> Dims:
     """Finds the batch dimension of each array of a cache with `rows` rows.
 
     Raises `TypeError` if the cache has no method `take` for its rows.
@@ -38,7 +38,7 @@ def _first_difference(shape: tuple[int, ...], other: tuple[int, ...]) -> int | N
     return None
 
 
-def repeat_rows(cache: PyTree, dims: Nodes, times: int) -> PyTree:
+def repeat_rows(cache: PyTree, dims: Dims, times: int) -> PyTree:
     leaves, structure = jax.tree.flatten(cache)
     for i, d in enumerate(dims):
         if d is not None:
@@ -47,7 +47,7 @@ def repeat_rows(cache: PyTree, dims: Nodes, times: int) -> PyTree:
 
 
 def reorder_rows(
-    cache: PyTree, before: PyTree, dims: Nodes, parent: Int[Array, "batch beams"]
+    cache: PyTree, before: PyTree, dims: Dims, parent: Int[Array, "batch beams"]
 ) -> PyTree:
     """Replaces the beams of each row by their parents.
 

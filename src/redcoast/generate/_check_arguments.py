@@ -23,10 +23,6 @@ from ..models._inputs import AnyArray
 from ._request import Request
 
 
-def check_count(max_new_tokens: object) -> None:
-    check_integer("max_new_tokens", max_new_tokens)
-
-
 def check_stream(beams: int, *, traced: bool) -> None:
     if beams > 1:
         raise ValueError(

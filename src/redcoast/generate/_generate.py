@@ -8,7 +8,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
 from ..core._axis_types import auto_ambient_mesh, explicit_mesh_of, on_auto_axes, on_mesh
 from ..core._decoding import Decoding
-from ..core._errors import check_flag
+from ..core._errors import check_flag, check_integer
 from ..core._frames import hide_frames
 from ..distributed._arrays import allowed_transfers
 from ._generated import Generated
@@ -123,7 +123,6 @@ def generate(
     """
     from ._check_arguments import (
         as_matrix,
-        check_count,
         check_exact_options,
         check_model,
         check_positions,
@@ -146,7 +145,7 @@ def generate(
     devices = explicit_mesh_of((prompts, model))
     model, prompts, real, key = on_auto_axes((model, prompts, real, key))
     with allowed_transfers(), auto_ambient_mesh():
-        check_count(max_new_tokens)
+        check_integer("max_new_tokens", max_new_tokens)
         check_model(model)
         chosen = choose_decoding(model.config, decoding, options, key)
         check_scored(chosen.beams, log_probabilities)

@@ -19,7 +19,7 @@ from ..core._pytree import SplitTree
 from ..distributed._arrays import whole
 from ..models._cache import move_slots, split_layers
 from ..models._inputs import AnyArray
-from ._cache_rows import Nodes, cache_batch_dims
+from ._cache_rows import Dims, cache_batch_dims
 from ._compiled import Result, check_generated
 from ._generated import Generated
 from ._logits import NO_TOKENS, choose_tokens
@@ -198,7 +198,7 @@ def _replace_row(
     prompt: Prompt,
     place: Int[Array, "2"],
     request: Request,
-    dims: Nodes,
+    dims: Dims,
     places: Places,
 ) -> tuple[PyTree, Turns]:
     """Puts the cache of one prompt and its first token into a row."""

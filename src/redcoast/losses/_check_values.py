@@ -19,7 +19,7 @@ def check_arrays(**arrays: object) -> None:
 
 
 def known_number(name: str, value: PyTree) -> int | float | None:
-    """Returns a coefficient as a number of Python, or None if it is traced.
+    """Returns the value of a coefficient, or None if it is traced.
 
     Raises `TypeError` if it is neither a number nor an array of one.
     """
@@ -31,7 +31,7 @@ def known_number(name: str, value: PyTree) -> int | float | None:
         raise wrong_type(name, value, "a number, or an array of shape () with one")
     if isinstance(value, Tracer):
         return None
-    return value.item()
+    return jax.device_get(value).item()
 
 
 def check_coefficient(

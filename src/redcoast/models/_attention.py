@@ -100,7 +100,7 @@ def causal_view(
 
 def full_view(
     real: Real,
-    segments: Integer[AnyArray, "batch keys"] | None = None,
+    segments: Integer[AnyArray, "#batch keys"] | None = None,
     *,
     window: int | None = None,
 ) -> Visible:

@@ -89,8 +89,8 @@ class Decoder(eqx.Module):
         - `segments`: for rows with several packed sequences, the number of the sequence that each
           token belongs to. Tokens attend only to their own sequence.
         - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment. If positions are learned, one that is negative, or `config.positions` or
-          more, gives NaN.
+          row or segment. If positions are learned, one that is `config.positions` or more gives
+          NaN.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**

@@ -86,7 +86,8 @@ class EncoderDecoder(CrossDecoder):
         **Arguments:**
 
         - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
-          `shift_right`), from 0 to `vocab - 1`. Any other id gives NaN.
+          `shift_right`), from 0 to `vocab - 1`, also at padding. Any other id gives NaN, or raises
+          an error outside of `jax.jit`.
         - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
           side. The logits of real tokens do not depend on padding; the logits of padding tokens are
           meaningless.

@@ -151,8 +151,9 @@ class Clip(ImageTextPair):
         **Arguments:**
 
         - `pixels`: images with the channels first, normalised in the same way as in training.
-        - `tokens`: token ids from 0 to `vocab - 1`. Any other id gives NaN. The output for a text
-          is the output of its first token `config.text.eos`.
+        - `tokens`: token ids from 0 to `vocab - 1`. Any other id gives NaN, or raises an error
+          outside of `jax.jit`. The output for a text is the output of its first token
+          `config.text.eos`.
         - `mask`: 1 at real tokens and 0 at padding tokens, which must be on the right.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 

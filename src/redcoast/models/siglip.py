@@ -193,9 +193,9 @@ class Siglip(ImageTextPair):
         **Arguments:**
 
         - `pixels`: images with the channels first, normalised to the range from -1 to 1.
-        - `tokens`: token ids from 0 to `vocab - 1`. Any other id gives NaN. The published weights
-          were trained on texts that are padded to all positions, without a mask. The output for a
-          text is the output of its last position.
+        - `tokens`: token ids from 0 to `vocab - 1`. Any other id gives NaN, or raises an error
+          outside of `jax.jit`. The published weights were trained on texts that are padded to all
+          positions, without a mask. The output for a text is the output of its last position.
         - `mask`: 1 at tokens that are attended to. It does not change which position is the last.
         - `key`: PRNG key for dropout. Without it, dropout is disabled.
 

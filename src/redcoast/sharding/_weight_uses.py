@@ -17,7 +17,7 @@ from .program._program import follow_program
 from .program._trace import Traced, trace_over
 from .tree._leaves import flat_leaves
 
-Nodes = frozenset[int]
+Dims = frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class _Weight:
     """
 
     index: int
-    dims: tuple[Nodes, ...]
-    summed: Nodes = frozenset()
+    dims: tuple[Dims, ...]
+    summed: Dims = frozenset()
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class WeightUses:
     `last`, there is no other.
     """
 
-    products: dict[int, tuple[Nodes, Nodes]] = field(default_factory=dict)
+    products: dict[int, tuple[Dims, Dims]] = field(default_factory=dict)
     lookups: set[int] = field(default_factory=set)
     last: frozenset[int] = frozenset()
 
@@ -176,7 +176,7 @@ def _multiply(uses: WeightUses, rule: Rule, origins: Sequence[_Origin]) -> _Orig
     return _joined(origins)
 
 
-def _sides(weight: _Weight, rule: Rule, place: int) -> tuple[Nodes, Nodes]:
+def _sides(weight: _Weight, rule: Rule, place: int) -> tuple[Dims, Dims]:
     """The dimensions of the model's array that are summed over, and those of the result.
 
     Along the others, such as those of experts, each element is a matrix of its own.
@@ -198,7 +198,7 @@ def _sides(weight: _Weight, rule: Rule, place: int) -> tuple[Nodes, Nodes]:
     return summed, free | weight.summed
 
 
-def _dims_with(weight: _Weight, dimensions: Iterable[Dimension], factors: Set[Factor]) -> Nodes:
+def _dims_with(weight: _Weight, dimensions: Iterable[Dimension], factors: Set[Factor]) -> Dims:
     """The dimensions of the model's array that any of the factors is in."""
     dims: set[int] = set()
     # A dimension of a view may be made of several of the array, as after a reshape.
@@ -211,11 +211,11 @@ def _dims_with(weight: _Weight, dimensions: Iterable[Dimension], factors: Set[Fa
 def _view(weight: _Weight, rule: Rule, place: int, is_product: bool) -> _Weight:
     """An array of the model after an operation on arrays of the model alone."""
     before, after = rule.operands[place], rule.results[0]
-    sources: dict[Factor, Nodes] = {}
+    sources: dict[Factor, Dims] = {}
     for dims, dimension in zip(weight.dims, before, strict=True):
         for factor in dimension:
             sources[factor] = dims
-    result: list[Nodes] = []
+    result: list[Dims] = []
     for d, dimension in enumerate(after):
         known = [sources[factor] for factor in dimension if factor in sources]
         # A part of a dimension, as of several matrices in one, has factors of its own.

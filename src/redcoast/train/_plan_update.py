@@ -114,6 +114,7 @@ def _trace_update(
 
     def trace() -> _TracedUpdate:
         specs = stored_specs(plan.shardings, state)
+        specs.were_asked_for = False  # by another trace, for equal arrays
         with stored_as(specs):
             jaxpr = jax.make_jaxpr(update)(*operands)
         return _TracedUpdate(jaxpr, specs.were_asked_for or is_over_a_mesh(jaxpr))

@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Array
 
 Numbers = Literal["float8", "int8"]
-Nodes = tuple[int, ...]
+Dims = tuple[int, ...]
 Operand = Array | np.ndarray
 
 _LARGEST = {
@@ -39,16 +39,16 @@ class Contraction:
     """What `jax.lax.dot_general` computes: the dimensions of each operand that are summed over, and
     those that are common to both and to the result."""
 
-    summed: tuple[Nodes, Nodes]
-    batch: tuple[Nodes, Nodes]
+    summed: tuple[Dims, Dims]
+    batch: tuple[Dims, Dims]
     ranks: tuple[int, int]
 
-    def free(self, side: int) -> Nodes:
+    def free(self, side: int) -> Dims:
         """The dimensions of an operand that only it and the result have."""
         others = (*self.summed[side], *self.batch[side])
         return tuple(d for d in range(self.ranks[side]) if d not in others)
 
-    def result_dims(self, side: int) -> Nodes:
+    def result_dims(self, side: int) -> Dims:
         """The dimensions of the result that are the free ones of an operand."""
         # In order: the batch, what only x has, what only y has.
         first = len(self.batch[0])
@@ -57,10 +57,10 @@ class Contraction:
         return tuple(range(first, first + len(self.free(side))))
 
     @property
-    def numbers(self) -> tuple[tuple[Nodes, Nodes], tuple[Nodes, Nodes]]:
+    def numbers(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
         return self.summed, self.batch
 
-    def of_cotangent(self, side: int) -> tuple["Contraction", Nodes]:
+    def of_cotangent(self, side: int) -> tuple["Contraction", Dims]:
         """The product of the result's cotangent with the other operand, which is the cotangent of
         the operand `side`, and the order of its dimensions in that operand."""
         other = 1 - side
@@ -112,7 +112,7 @@ def _quantised_operands(product: Product, x: Operand, y: Operand) -> tuple[_Scal
     return _quantise(product, x, summed_x, dtype), _quantise(product, y, summed_y, dtype)
 
 
-def _quantise(product: Product, x: Operand, summed: Nodes, dtype: np.dtype) -> _Scaled:
+def _quantise(product: Product, x: Operand, summed: Dims, dtype: np.dtype) -> _Scaled:
     """An operand in 8 bits, which a product sums over some dimensions."""
     shared = summed
     if product.numbers == "float8":

@@ -144,7 +144,10 @@ def _is_stacked(node: Node, depth: int) -> bool:
     if node.ordered or len(shapes) < 2 or len(leading) > 1 or min(ranks) < 2 or max(ranks) < 3:
         return False
     of_vectors = {shape[1:] for shape in shapes if len(shape) == 2}
-    of_matrices = {(size,) for shape in shapes if len(shape) > 2 for size in shape[1:]}
+    of_matrices: set[tuple[int, ...]] = set()
+    for _, *sizes in shapes:
+        if len(sizes) > 1:
+            of_matrices.update((size,) for size in sizes)
     if of_vectors and of_vectors <= of_matrices:
         return True
     return leading.isdisjoint(of_matrices | of_vectors)

@@ -233,11 +233,11 @@ class _WorkShares:
         self._classes, self._main = classes, frozenset(main)
         for work in graph.works:
             self._add(work.nodes, work.forward, 0.0)
-        for dims, size in graph.large_result_bytes.items():
-            self._add(dims, 0.0, size)
+        for nodes, size in graph.large_result_bytes.items():
+            self._add(nodes, 0.0, size)
 
-    def _add(self, dims: Nodes, work: float, size: float) -> None:
-        roots = Counter(map(self._classes.__getitem__, dims))
+    def _add(self, nodes: Nodes, work: float, size: float) -> None:
+        roots = Counter(map(self._classes.__getitem__, nodes))
         for root, times in roots.items():
             share = self._alone
             if times > 1 or not self._main.isdisjoint(roots.keys() - {root}):

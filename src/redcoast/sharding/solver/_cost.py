@@ -101,9 +101,9 @@ def price(
     """
     problem = Problem(against)
 
-    def add_shared(kind: TimeKind, dims: Nodes, seconds: int | float) -> None:
-        """Adds seconds that the devices of `model` share if one of the dimensions is chosen."""
-        problem.add(kind, classes.of(dims).intersection(against), seconds / model, seconds)
+    def add_shared(kind: TimeKind, nodes: Nodes, seconds: int | float) -> None:
+        """Adds seconds that the devices of `model` share if one of the nodes is chosen."""
+        problem.add(kind, classes.of(nodes).intersection(against), seconds / model, seconds)
 
     # What hides is decided by the kind of communication, before any class is chosen.
     model_speed, batch_speed = hardware.model_bandwidth, hardware.batch_bandwidth
@@ -122,8 +122,8 @@ def price(
     for work in graph.works:
         seconds = work.flops / batch.parts(work.nodes) / hardware.flops
         add_shared("arithmetic", work.nodes, seconds)
-    for dims, size in graph.memory_traffic.items():
-        add_shared("memory", dims, size / batch.parts(dims) / hardware.memory_bandwidth)
+    for nodes, size in graph.memory_traffic.items():
+        add_shared("memory", nodes, size / batch.parts(nodes) / hardware.memory_bandwidth)
     # A table whose rows are looked up is gathered before a step computes anything, unless products
     # have its rows too: tied embeddings are gathered like other weights.
     linked = Classes(graph, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from ...core._errors import check_number
+from ...core._errors import check_integer, check_number
 
 DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 # The part of the memory that an estimate may use: it does not include the compiler's temporaries.
@@ -74,11 +74,12 @@ class Hardware:
     not_scattered: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = [field.name for field in dataclasses.fields(self)[:5]]  # speeds and memory
-        for name in (*numbers, "not_scattered"):
-            value = getattr(self, name)
+        for field in dataclasses.fields(self)[:5]:  # the speeds and the memory
+            value = getattr(self, field.name)
             if value is not None:
-                check_number(name, value, above=0)
+                check_number(field.name, value, above=0)
+        if self.not_scattered is not None:
+            check_integer("not_scattered", self.not_scattered)
         if self.compiler not in _COMPILERS:
             raise ValueError(f'`compiler` is {self.compiler!r}. It must be "cpu", "gpu" or "tpu".')
 

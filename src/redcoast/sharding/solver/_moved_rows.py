@@ -57,13 +57,13 @@ def moved_rows(graph: Graph, batch: BatchDims) -> Iterator[tuple[Reshard, int | 
             yield move, _sent(move, graph, batch)
 
 
-def is_spectrum(atom: Atom, dims: Nodes, graph: Graph, batch: BatchDims) -> bool:
+def is_spectrum(atom: Atom, nodes: Nodes, graph: Graph, batch: BatchDims) -> bool:
     """Whether an array is a spectrum of split examples, which is split along another dimension than
-    the field. `dims` are dimensions of it."""
+    the field. `nodes` are some of it."""
     is_complex = jnp.issubdtype(struct_of(atom).dtype, jnp.complexfloating)
     if not batch.splits_examples or not is_complex:
         return False
-    for split in filter(None, map(batch.set_of, dims)):
+    for split in filter(None, map(batch.set_of, nodes)):
         if any(halo.whole and split.has(halo.target) for halo in graph.halos):
             return True
     return False

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from jax.extend.core import Literal, Var
 
-from ...core._control_flow import Call, CallKind, Cond, Scan, While
+from ...core._control_flow import Call, CallKind, Cond, Scan, While, control_flow
 from ...core._jaxpr import variables
 from ..operations import Atom
 from ..program._graph import SourcePath, Value
@@ -189,7 +189,7 @@ class _Run:
             begin = step.frame.begins[step.index]
             for place, equation in enumerate(jaxpr.eqns):
                 if place not in again:
-                    if place in inside.loops:
+                    if isinstance(control_flow(equation), Cond):
                         # A conditional of which only operands are needed returns these here.
                         inside.loops[place] = inside.loops[place][0], self.time.now
                     is_saved = region.keeps(equation)

@@ -486,9 +486,9 @@ def _interpolation_halo(graph: Graph, equation: JaxprEqn, split: SplitNodes) -> 
     return atom_bytes(equation.invars[interpolation.place]) / interpolation.size * sum(halo)
 
 
-def _first_in(split: SplitNodes, dims: Nodes) -> int | None:
+def _first_in(split: SplitNodes, nodes: Nodes) -> int | None:
     """The place of the first dimension that is split."""
-    return next((place for place, node in enumerate(dims) if split.has(node)), None)
+    return next((place for place, node in enumerate(nodes) if split.has(node)), None)
 
 
 def gathered_bytes(

@@ -163,6 +163,12 @@ def test_initial_deviations_are_those_of_the_paper():
         np.testing.assert_allclose(jnp.std(array), 0.005, rtol=0.05)
 
 
+def test_a_memory_mask_with_one_row_is_that_of_all_rows():
+    hidden = lambda mask: READER(TOKENS, memory=MEMORY, memory_mask=mask)
+    row = MEMORY_MASK[1:]
+    np.testing.assert_array_equal(hidden(row), hidden(jnp.repeat(row, 2, axis=0)))
+
+
 @pytest.mark.parametrize("call", ["hidden", "init_cache"])
 def test_memory_and_cross_attention_go_together(call):
     def use(model, **options):

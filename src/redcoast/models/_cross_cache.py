@@ -11,7 +11,7 @@ from ._einsum import Projections, keys_values
 from ._inputs import AnyArray
 
 Memory = Float[Array, "batch memory width"]
-MemoryMask = Bool[AnyArray, "batch memory"] | Integer[AnyArray, "batch memory"]
+MemoryMask = Bool[AnyArray, "#batch memory"] | Integer[AnyArray, "#batch memory"]
 DecoderMask = Bool[AnyArray, "#batch decoder_seq"] | Integer[AnyArray, "#batch decoder_seq"]
 
 
@@ -49,10 +49,10 @@ def read_memory(
             f"The memory has {memory.shape[0]} rows, but there are {rows} rows of tokens that "
             "attend to it. Pass one row of memory for each row of tokens."
         )
-    if mask is not None and mask.shape != memory.shape[:2]:
+    if mask is not None and mask.shape not in (memory.shape[:2], (1, memory.shape[1])):
         raise ValueError(
             f"The memory has shape {memory.shape}, but its mask has shape {mask.shape}. The mask "
-            f"must have shape {memory.shape[:2]}."
+            f"must have shape {memory.shape[:2]}, or one row for all."
         )
     # (batch, memory), with a row of its own for each, so that `take` can gather rows.
     real = jnp.broadcast_to(as_array(real_tokens(memory.shape, mask)), memory.shape[:2])

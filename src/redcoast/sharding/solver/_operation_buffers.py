@@ -255,7 +255,10 @@ class OperationBuffers:
             value = step.value(step.equation.outvars[0])
             in_memory.append((self.time.fuse(cotangent, value, step.source),))
         self.time.postponed = ()
-        if parameter_of(step.frame.of(step.equation.invars[place])) is not None:
+        parameter = parameter_of(step.frame.of(step.equation.invars[place]))
+        # In a loop over layers, their gradients are summed over devices one by one.
+        is_summed = parameter is not None and parameter.gathered > 0 and self.gathers_again
+        if parameter is not None and not is_summed:
             self.time.postponed = operands
         return union(in_memory)
 

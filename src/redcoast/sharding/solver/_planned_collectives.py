@@ -261,7 +261,12 @@ class _OverBatch:
             if not batch.splits_alike(summed.node, summed.unless):
                 split.append(summed)
         gathered: set[int] = set()  # the tables of lookups, by the `id` of the variable
-        apart = _summed_apart(self.graph, hardware)
+        apart: Collection[Value] = _summed_apart(self.graph, hardware)
+        # Gradients are constrained to parts of which several devices have the same, so that XLA
+        # sums them over both dimensions of the batch at once.
+        is_summed_at_once = len(batch.sets) > 1 and 1 < self.gradient_shards < batch.count
+        if is_summed_at_once:
+            apart = ()
         # Gradients of all rows are summed together, whether the rows are linked or not.
         all_rows = -1
         is_scattered = scatters_over(hardware, self.gradient_shards)
@@ -286,7 +291,7 @@ class _OverBatch:
             if is_gradient:
                 devices, others = batch.around(summed.node, dims)
                 # Where each use is summed alone, so is each dimension of the batch.
-                if hardware.adds_first or is_scattered:
+                if hardware.adds_first or is_scattered or is_summed_at_once:
                     devices = batch.count
                 sent = gradient_sum(hardware, devices, self.gradient_shards, size / others)
                 yield PlannedCollective("gradients", sent, dims, source, backward=True)

@@ -576,8 +576,7 @@ def _check_match(
     if not differences:
         return
     if resuming:
-        _refuse_other_average(path, wanted, saved)
-        _refuse_other_loss_scale(path, wanted, saved)
+        _refuse_other_parts(path, wanted, saved)
         raise CheckpointMismatch(
             f"{path} was saved with another model or optimizer. {differences} Build both as they "
             "were, or choose another directory to start a new run."
@@ -594,39 +593,32 @@ def _check_match(
     raise CheckpointMismatch(f"{path} does not match `like`. {differences} {remedy}")
 
 
-def _refuse_other_average(
+def _refuse_other_parts(
     path: Path, wanted: dict[Names, ArrayLike], saved: dict[Names, Described]
 ) -> None:
-    """Raises `CheckpointMismatch` if only one of the run and its checkpoint averages weights."""
-    is_wanted = any(names[0] == "average" for names in wanted)
-    is_saved = any(names[0] == "average" for names in saved)
-    if is_wanted and not is_saved:
+    """Raises `CheckpointMismatch` if only one of the run and its checkpoint averages weights, or
+    has a loss scale."""
+    of_run, of_checkpoint = {names[0] for names in wanted}, {names[0] for names in saved}
+    only_wanted, only_saved = of_run - of_checkpoint, of_checkpoint - of_run
+    if "average" in only_wanted:
         raise CheckpointMismatch(
             f"{path} was saved without an average of the weights, and this run has `average`. "
             "Leave it out; or load the state with `load_checkpoint`, and pass it to `fit` with "
             "`average` and another directory."
         )
-    if is_saved and not is_wanted:
+    if "average" in only_saved:
         raise CheckpointMismatch(
             f"{path} was saved with an average of the weights, and this run has none. Pass "
             "`average`; or load the state with `load_checkpoint`, replace its `average` by `None`, "
             "and pass it to `fit` with another directory."
         )
-
-
-def _refuse_other_loss_scale(
-    path: Path, wanted: dict[Names, ArrayLike], saved: dict[Names, Described]
-) -> None:
-    """Raises `CheckpointMismatch` if only one of the run and its checkpoint has a loss scale."""
-    is_wanted = any(names[0] == "loss_scale" for names in wanted)
-    is_saved = any(names[0] == "loss_scale" for names in saved)
-    if is_wanted and not is_saved:
+    if "loss_scale" in only_wanted:
         raise CheckpointMismatch(
             f"{path} was saved without a loss scale, and this run has one, because it computes in "
             "float16. Pass the `compute_dtype` that the run was started with; or load the state "
             "with `load_checkpoint`, and pass it to `fit` with another directory."
         )
-    if is_saved and not is_wanted:
+    if "loss_scale" in only_saved:
         raise CheckpointMismatch(
             f"{path} was saved with a loss scale, because the run computed in float16, and this "
             'run has none. Pass `compute_dtype="float16"`; or load the state with '

@@ -146,7 +146,7 @@ def check_decoder_start(config: Any) -> None:
     if start is not None and not 0 <= start < vocab:
         raise ValueError(
             f"`decoder_start` is {start}, but the token ids of the vocabulary are 0 to {vocab - 1}"
-            f"{where(config)}."
+            f"{where(config)}. Pass one of these as `decoder_start`."
         )
 
 
